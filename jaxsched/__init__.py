@@ -1,0 +1,29 @@
+"""jaxsched: functional LLM inference in JAX, with multi-step decode and chunked prefill in one pure step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .llm import LLM
+    from .request import CompletionOutput, RequestOutput, SamplingParams
+
+_HOME = {
+    "LLM": "llm",
+    "EngineConfig": "config",
+    "SamplingParams": "request",
+    "RequestOutput": "request",
+    "CompletionOutput": "request",
+}
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, so that importing the package (for a version, for a submodule) costs nothing.
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

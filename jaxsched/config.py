@@ -1,0 +1,169 @@
+"""EngineConfig: everything a user can set. ``resolve`` derives every other number in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax.numpy as jnp
+
+from jaxsched.models import ModelConfig
+from jaxsched.schedule import Limits
+
+CPU_KV_BYTES = 1 << 30  # default size of the KV pool on a CPU: room for the model and the user's other work
+GPU_RESERVE_BYTES = 512 << 20  # left free on a GPU for temporaries of the compiled programs
+MIN_CHUNK = 16  # smallest chunk bucket, tokens
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+EXECUTORS = ("auto", "scan", "dispatch")
+
+
+def _positive(name: str, value: int | None, low: int = 1, remedy: str = "") -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {low}{remedy}")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine. ``None`` means: derived by ``resolve``. Unknown names raise TypeError."""
+
+    dtype: str = (
+        "auto"  # of weights and KV; auto: float32 on a CPU, the checkpoint's (bfloat16 for float32) on a GPU
+    )
+    max_model_len: int | None = None  # tokens of prompt + output; None = the model's
+    max_num_seqs: int | None = None  # S, sequences that run at once; None = 32 on a CPU, 64 on a GPU
+    max_num_batched_tokens: int | None = None  # token rows of one step; None = S + chunk
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, KV pool and temporaries
+    enable_chunked_prefill: bool = True  # False: each prompt is read whole in one step
+    seed: int = 0  # seeds of requests that bring none are drawn from it
+    num_scheduler_steps: int = 8  # N, steps per round
+    prefill_chunk_size: int | None = 256  # C, prompt tokens per mixed step; None = whole prompts
+    page_size: int = 16  # Z, tokens per KV page
+    num_pages: int | None = None  # P; None = what fits in memory
+    executor: str = "auto"  # "scan": a round is a few programs; "dispatch": one program per step; auto: scan
+    max_stop_ids: int = 8  # end-of-sequence and stop token ids per request, at most
+    run_ahead: int = 1  # rounds that may be in flight while the next is planned; 0 = none
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"executor is {self.executor!r}; it must be one of {', '.join(EXECUTORS)}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "num_scheduler_steps",
+                     "prefill_chunk_size", "page_size", "max_stop_ids"):  # fmt: skip
+            _positive(name, getattr(self, name))
+        _positive("run_ahead", self.run_ahead, 0)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+        if not isinstance(self.enable_chunked_prefill, bool):
+            raise ValueError(
+                f"enable_chunked_prefill is {self.enable_chunked_prefill!r}; it must be True or False"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be in (0, 1]"
+            )
+
+    @property
+    def chunked(self) -> bool:
+        """Whether prompts may be cut: either switch turns it off."""
+        return self.enable_chunked_prefill and self.prefill_chunk_size is not None
+
+    def resolve_dtype(self, model: ModelConfig, platform: str) -> str:
+        """Name of the dtype of weights and KV on ``platform`` ("cpu" or "gpu")."""
+        if self.dtype != "auto":
+            return self.dtype
+        if platform == "cpu":
+            return "float32"
+        return model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
+
+    def resolve(self, model: ModelConfig, platform: str, free_bytes: int | None = None) -> Resolved:
+        """Every derived number. ``free_bytes``: memory left on a GPU after the weights; None on a CPU.
+
+        Raises ValueError with the number asked for and the limit.
+        """
+        max_len = self.max_model_len or model.max_position_embeddings
+        if max_len > model.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {max_len}, but the model's positions end at {model.max_position_embeddings}; "
+                "lower max_model_len"
+            )
+        slots = self.max_num_seqs or (32 if platform == "cpu" else 64)
+        chunk = self._chunk(slots, max_len)
+        dtype = self.resolve_dtype(model, platform)
+        page_bytes = self.page_size * model.kv_bytes_per_token(jnp.dtype(dtype).itemsize)
+        per_seq = -(-max_len // self.page_size)
+        pages = self.num_pages or self._fitting_pages(page_bytes, slots * per_seq, free_bytes)
+        chunk_buckets = tuple(sorted({chunk, *_smaller(chunk, 4, min(MIN_CHUNK, chunk), 2)}))
+        limits = Limits(
+            num_slots=slots,
+            num_pages=pages,
+            page_size=self.page_size,
+            max_model_len=max_len,
+            num_steps=self.num_scheduler_steps,
+            chunk_tokens=chunk,
+            slot_buckets=tuple(sorted({slots, *_smaller(slots, 4, min(4, slots), 3)})),
+            split_prompts=self.chunked,
+            max_new_pages=per_seq + slots * (2 + self.num_scheduler_steps // self.page_size),
+        )
+        executor = "scan" if self.executor == "auto" else self.executor
+        variants = ("auto",) if platform == "cpu" else ("full", "greedy")
+        return Resolved(limits, dtype, executor, chunk_buckets, variants, per_seq, page_bytes)
+
+    def _chunk(self, slots: int, max_len: int) -> int:
+        budget = self.max_num_batched_tokens
+        if self.chunked:
+            assert self.prefill_chunk_size is not None
+            chunk = (
+                self.prefill_chunk_size if budget is None else min(self.prefill_chunk_size, budget - slots)
+            )
+            if chunk < 1:
+                raise ValueError(
+                    f"max_num_batched_tokens is {budget}, but max_num_seqs {slots} decode rows leave no room for a chunk; "
+                    f"raise it above {slots}"
+                )
+            return min(chunk, max_len)
+        if budget is not None and budget - slots < max_len:
+            raise ValueError(
+                f"max_num_batched_tokens is {budget}, but without chunked prefill a step holds a whole prompt of up to "
+                f"max_model_len {max_len} tokens beside {slots} decode rows; raise it to {slots + max_len}, lower "
+                "max_model_len, or turn chunked prefill on"
+            )
+        return max_len
+
+    def _fitting_pages(self, page_bytes: int, useful: int, free_bytes: int | None) -> int:
+        available = CPU_KV_BYTES if free_bytes is None else free_bytes - GPU_RESERVE_BYTES
+        pages = min(useful, available // page_bytes)
+        if pages < 1:
+            raise ValueError(
+                f"no memory is left for the KV pool: {available / 2**20:.0f} MiB free, one page takes "
+                f"{page_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization or use a smaller model"
+            )
+        return pages
+
+
+def _smaller(top: int, ratio: int, low: int, count: int) -> list[int]:
+    """Up to ``count`` buckets below ``top``, each a ``ratio``-th of the last, not below ``low``."""
+    buckets = []
+    while len(buckets) < count and top // ratio >= low:
+        top //= ratio
+        buckets.append(top)
+    return buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """What follows from an EngineConfig, a model and a device."""
+
+    limits: Limits
+    dtype: str  # of weights and KV pages
+    executor: str  # "scan" or "dispatch"
+    chunk_buckets: tuple[int, ...]  # C of the compiled mixed steps, rising
+    variants: tuple[str, ...]  # sampling variants of the compiled programs
+    pages_per_seq: int  # W
+    page_bytes: int  # bytes of one page over all layers, K and V
+
+
+def cache_dir() -> str:
+    """Folder of the persistent compilation cache: $JAXSCHED_CACHE_DIR, else under the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("JAXSCHED_CACHE_DIR") or os.path.join(base, "jaxsched", "xla")

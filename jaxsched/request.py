@@ -1,0 +1,125 @@
+"""What users hand in and get back: SamplingParams, RequestOutput, CompletionOutput. Names as in vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+
+def _number(name: str, value: Any, low: float, high: float, remedy: str = "") -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) <= high:
+        bound = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite number of at least {low:g}"
+        raise ValueError(f"{name} is {value!r}; it must be {bound}{remedy}")
+    if math.isinf(float(value)):
+        raise ValueError(f"{name} is {value!r}; it must be finite{remedy}")
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> int:
+    fits = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not fits or value < low or (high is not None and value > high):
+        bound = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
+        raise ValueError(f"{name} is {value!r}; it must be {bound}{remedy}")
+    return int(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    Filters apply in this order: temperature, top_k, top_p, min_p. Raises ValueError naming field, value and range.
+    """
+
+    temperature: float = 1.0  # >= 0; below 1e-5 it means argmax, ties to the lowest id
+    top_k: int = 0  # keep the k best tokens; 0 or -1 = off; more than the vocabulary = off
+    top_p: float = 1.0  # in (0, 1]; keep the smallest set of best tokens with this probability
+    min_p: float = 0.0  # in [0, 1]; keep tokens at least this likely relative to the best
+    seed: int | None = (
+        None  # any 64-bit integer; equal seeds give equal tokens; None = drawn from the engine's seed
+    )
+    max_tokens: int | None = 16  # tokens to generate; None = as many as the context allows; 0 = none
+    stop_token_ids: tuple[int, ...] = ()  # sampling one of these ends the request; it stays in the output
+    ignore_eos: bool = False  # do not end at the model's end-of-sequence tokens
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    detokenize: bool = True  # False: token ids only, text stays empty
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("temperature", _number("temperature", self.temperature, 0.0, math.inf))
+        put(
+            "top_k",
+            0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, remedy="; 0 or -1 turns it off"),
+        )
+        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, "; for the most likely token use temperature=0"))
+        if self.top_p == 0:
+            raise ValueError("top_p is 0; it must be in (0, 1]; for the most likely token use temperature=0")
+        put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        if self.seed is not None:
+            put("seed", _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1))
+        if self.max_tokens is not None:
+            put("max_tokens", _integer("max_tokens", self.max_tokens, 0))
+        try:
+            ids = tuple(self.stop_token_ids or ())
+        except TypeError:
+            raise ValueError(
+                f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids"
+            ) from None
+        put("stop_token_ids", tuple(_integer("stop_token_ids", i, 0) for i in ids))
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken each time."""
+        return self.temperature < 1e-5
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One generated continuation."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)  # includes the token that ended it
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
+    stop_reason: int | None = None  # the id out of stop_token_ids that ended it; None for end-of-sequence
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass
+class RequestMetrics:
+    """When things happened, in seconds of the engine's clock (``time.monotonic`` unless another was passed in)."""
+
+    arrival: float = 0.0
+    first_token: float | None = None
+    finished: float | None = None
+    preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival until the host saw the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """A request's result. ``outputs`` has one element. A refused request has ``error`` and no tokens.
+
+    From ``LLM.stream`` it is a piece: ``text`` and ``token_ids`` of ``outputs[0]`` hold only what is new.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    error: Exception | None = None
+    metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)

@@ -1,0 +1,64 @@
+"""What one round will do, in host terms. Plain data, no arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkPiece:
+    """Tokens ``start .. start+length-1`` of one sequence, read in one mixed step."""
+
+    sequence: Sequence
+    slot: int
+    start: int
+    length: int
+    ends: bool  # the last token to read is in this piece, so the step samples
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixedStep:
+    """One mixed step: the pieces of prompts that it reads."""
+
+    pieces: tuple[ChunkPiece, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens read."""
+        return sum(piece.length for piece in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """A sequence that may sample up to ``steps`` tokens in the round. ``epoch`` guards against a stale slot."""
+
+    sequence: Sequence
+    slot: int
+    epoch: int
+    steps: int
+
+
+@dataclasses.dataclass(slots=True)
+class RoundPlan:
+    """M mixed steps, then ``steps`` - M decode steps, and the slot updates before them."""
+
+    steps: int = 0  # N
+    mixed: list[MixedStep] = dataclasses.field(default_factory=list)  # M of them
+    slots: int = 0  # slot bucket: rows 0..slots-1 take part
+    drops: list[int] = dataclasses.field(default_factory=list)  # slots that must stop decoding
+    admits: list[tuple[int, Sequence]] = dataclasses.field(default_factory=list)
+    pages: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # (slot, index, page)
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+    preempted: int = 0
+    sampling: bool = False  # some sequence in the round does not decode greedily
+
+    @property
+    def decode_steps(self) -> int:
+        return self.steps - len(self.mixed)
+
+    @property
+    def changes_slots(self) -> bool:
+        """Whether the slot table must be updated before the round."""
+        return bool(self.drops or self.admits or self.pages)

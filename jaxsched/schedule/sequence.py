@@ -1,0 +1,56 @@
+"""One sequence as the scheduler sees it: lengths, pages, slot, and what the rounds in flight may still add."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class Status(enum.Enum):
+    """Where a sequence stands. WAITING holds neither slot nor pages; PREFILL and DECODE hold both."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Finish(enum.Enum):
+    """Why a sequence ended. The values are the public ``finish_reason``."""
+
+    STOP = "stop"  # sampled an end-of-sequence or stop token
+    LENGTH = "length"  # reached max_tokens or max_model_len
+    ABORT = "abort"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sequence:
+    """A prompt and its output so far. Of ``row``, how it samples, the scheduler reads only ``row.greedy``."""
+
+    id: str
+    prompt: list[int]
+    max_tokens: int  # output limit, already cut to the room that max_model_len leaves
+    stop_ids: frozenset[int]
+    row: Any
+    output: list[int] = dataclasses.field(default_factory=list)  # tokens that reached the host
+    status: Status = Status.WAITING
+    finish: Finish | None = None
+    arrival: int = 0  # rank by arrival; the youngest is preempted first
+    slot: int = -1
+    epoch: int = 0  # times admitted to a slot
+    pages: list[int] = dataclasses.field(default_factory=list)
+    prefill_target: int = 0  # tokens to read before decoding: the prompt, after preemption the output too
+    prefilled: int = 0  # of which planned so far
+    pending: int = 0  # tokens that rounds in flight may add to the output, at most
+    preemptions: int = 0
+
+    @property
+    def length(self) -> int:
+        """Prompt and output tokens known to the host."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still sample after the rounds in flight, if none of them ends it early."""
+        return self.max_tokens - len(self.output) - self.pending

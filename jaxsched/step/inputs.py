@@ -1,0 +1,165 @@
+"""What the host hands to a round and what it gets back. All shapes are fixed by RoundShape and the state."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from .state import NO_TOKEN, EngineState, SamplingRows, SlotState
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundShape:
+    """Static sizes of a round: they choose the compiled program.
+
+    ``mixed_steps`` steps of ``slots`` decode rows plus ``chunk_tokens`` prompt rows, then decode steps up to ``steps``.
+    """
+
+    steps: int  # N
+    mixed_steps: int  # M, 0 <= M <= N
+    chunk_tokens: int  # C; 0 when M is 0
+    slots: int  # rows 0..slots-1 of the slot table take part
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mixed_steps <= self.steps or self.steps < 1:
+            raise ValueError(
+                f"RoundShape: mixed_steps {self.mixed_steps} must lie in 0..steps ({self.steps} >= 1)"
+            )
+        if (self.mixed_steps > 0) != (self.chunk_tokens > 0):
+            raise ValueError("RoundShape: chunk_tokens must be positive exactly when there are mixed steps")
+        if self.slots < 1:
+            raise ValueError(f"RoundShape: slots is {self.slots}; it must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Which optional parts of a step are computed. ``sampling``:
+
+    "greedy" - argmax for every row; "full" - temperature and filters, masked per row; "auto" - decided on the device
+    each step by a conditional, which costs nothing on a CPU but makes a GPU wait for the host.
+    """
+
+    sampling: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.sampling not in ("auto", "greedy", "full"):
+            raise ValueError(f"Features: sampling {self.sampling!r} is unknown; known: auto, greedy, full")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotUpdates:
+    """Changes to the slot table, made before the round's first step: drop, then admit, then new pages."""
+
+    drop: Bool[Array, "S"]  # stop decoding here
+    admit: Bool[Array, "S"]  # take over the rows below; the slot's prompt will be read by chunks
+    tokens_left: Int[Array, "S"]
+    output_pos: Int[Array, "S"]
+    stop_ids: Int[Array, "S F"]
+    sampling: SamplingRows
+    page_slot: Int[
+        Array, "G"
+    ]  # block_table[page_slot, page_index] = page_id; padded with slot S, which is dropped
+    page_index: Int[Array, "G"]
+    page_id: Int[Array, "G"]
+
+    @staticmethod
+    def empty(num_slots: int, max_stop_ids: int, max_new_pages: int) -> SlotUpdates:
+        """No changes, as numpy arrays to be filled in."""
+        return SlotUpdates(
+            drop=np.zeros(num_slots, bool),
+            admit=np.zeros(num_slots, bool),
+            tokens_left=np.zeros(num_slots, np.int32),
+            output_pos=np.zeros(num_slots, np.int32),
+            stop_ids=np.full((num_slots, max_stop_ids), NO_TOKEN, np.int32),
+            sampling=SamplingRows(
+                temperature=np.zeros(num_slots, np.float32),
+                top_k=np.zeros(num_slots, np.int32),
+                top_p=np.ones(num_slots, np.float32),
+                min_p=np.zeros(num_slots, np.float32),
+                seed=np.zeros((num_slots, 2), np.uint32),
+            ),
+            page_slot=np.full(max_new_pages, num_slots, np.int32),
+            page_index=np.zeros(max_new_pages, np.int32),
+            page_id=np.zeros(max_new_pages, np.int32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Packed prompt tokens of M mixed steps. The rows of one slot stand together, positions rising by one."""
+
+    tokens: Int[Array, "M C"]
+    positions: Int[Array, "M C"]
+    slots: Int[Array, "M C"]  # owner of each row; S (out of range) for padding
+    end_row: Int[Array, "M S"]  # row of the slot's last prompt token if its prompt ends in this step, else -1
+
+    @staticmethod
+    def empty(mixed_steps: int, chunk_tokens: int, num_slots: int) -> Chunks:
+        """All padding, as numpy arrays to be filled in."""
+        shape = (mixed_steps, chunk_tokens)
+        return Chunks(
+            tokens=np.zeros(shape, np.int32),
+            positions=np.zeros(shape, np.int32),
+            slots=np.full(shape, num_slots, np.int32),
+            end_row=np.full((mixed_steps, num_slots), -1, np.int32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundInputs:
+    """Inputs of one round: slot updates and, when there are mixed steps, their chunks."""
+
+    updates: SlotUpdates
+    chunks: Chunks | None = None
+
+    @staticmethod
+    def empty(
+        state: EngineState, *, mixed_steps: int = 0, chunk_tokens: int = 0, max_new_pages: int = 64
+    ) -> RoundInputs:
+        """Inputs that change nothing, sized for ``state``; numpy arrays to be filled in."""
+        slots = state.slots
+        chunks = Chunks.empty(mixed_steps, chunk_tokens, state.num_slots) if mixed_steps else None
+        return RoundInputs(SlotUpdates.empty(state.num_slots, slots.stop_ids.shape[1], max_new_pages), chunks)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundOutputs:
+    """What a round produced."""
+
+    tokens: Int[Array, "N S"]  # NO_TOKEN where the slot sampled nothing in that step
+    finish: Int[Array, "S"]  # FINISH_* after the round
+
+    @property
+    def valid(self) -> Bool[Array, "N S"]:
+        """Where a token was sampled."""
+        return self.tokens != NO_TOKEN
+
+
+def apply_updates(slots: SlotState, updates: SlotUpdates) -> SlotState:
+    """The slot table after the host's changes. Pure."""
+
+    def pick(new: Array, old: Array) -> Array:
+        mask = updates.admit.reshape(updates.admit.shape + (1,) * (old.ndim - 1))
+        return jax.numpy.where(mask, new, old)
+
+    cleared = updates.admit | updates.drop
+    return SlotState(
+        block_table=slots.block_table.at[updates.page_slot, updates.page_index].set(
+            updates.page_id, mode="drop"
+        ),
+        context_len=jax.numpy.where(cleared, 0, slots.context_len),
+        last_token=slots.last_token,
+        live=slots.live & ~cleared,
+        tokens_left=pick(updates.tokens_left, slots.tokens_left),
+        output_pos=pick(updates.output_pos, slots.output_pos),
+        finish=jax.numpy.where(cleared, 0, slots.finish),
+        stop_ids=pick(updates.stop_ids, slots.stop_ids),
+        sampling=jax.tree.map(pick, updates.sampling, slots.sampling),
+    )

@@ -1,0 +1,118 @@
+"""Choosing the next token on the device, without sorting the vocabulary.
+
+Filters apply in the order of transformers: temperature, top-k, top-p, min-p. Each is a threshold on the score: a token
+stays if its score is at least that of the last token that must stay, so ties stay together. The threshold is found by
+a search over the bits of the float, counting (top-k) or summing probability (top-p) in each pass.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from .state import SamplingRows
+
+GREEDY_BELOW = 1e-5  # temperatures below this mean argmax; dividing by them would only overflow
+SIGN = np.uint32(0x8000_0000)
+
+
+def sample(
+    logits: Float[Array, "S V"], rows: SamplingRows, position: Int[Array, "S"], *, mode: str = "auto"
+) -> Int[Array, "S"]:
+    """One token id per row. ``position`` is the index of the token in its output; it keys the random stream.
+
+    The draw of a row depends on its logits, its sampling row and ``position`` alone. ``mode`` as in ``Features``.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if mode == "greedy":
+        return greedy
+    random = rows.temperature >= GREEDY_BELOW
+
+    def draw() -> Array:
+        return jnp.where(random, _draw(logits, rows, position, mode == "auto"), greedy)
+
+    return lax.cond(jnp.any(random), draw, lambda: greedy) if mode == "auto" else draw()
+
+
+def row_keys(seed: UInt32[Array, "S 2"], position: Int[Array, "S"]) -> Array:
+    """Random key of each row: the request's seed and the position in its output, nothing else."""
+
+    def one(words: Array, at: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(0), words[0])
+        return jax.random.fold_in(jax.random.fold_in(key, words[1]), at)
+
+    return jax.vmap(one)(seed, position)
+
+
+def _draw(logits: Array, rows: SamplingRows, position: Array, skip: bool) -> Array:
+    scores = filtered_scores(logits, rows, skip_unused=skip)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(
+        row_keys(rows.seed, position)
+    )
+    # Gumbel-max: the argmax of score + noise is a draw from softmax(score).
+    return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
+
+
+def filtered_scores(
+    logits: Float[Array, "S V"], rows: SamplingRows, *, skip_unused: bool = False
+) -> Float[Array, "S V"]:
+    """Log-weights to draw from, up to a constant per row; tokens that the filters remove are -inf.
+
+    ``skip_unused`` guards each filter by a conditional (see ``Features.sampling``).
+    """
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    scores = (logits - top) / jnp.maximum(rows.temperature, GREEDY_BELOW)[:, None]
+    keys = _ordered_bits(scores)
+    everything = jnp.zeros(logits.shape[:1], jnp.uint32)
+
+    def guarded(active: Bool[Array, "S"], search) -> Array:  # noqa: ANN001
+        found = lax.cond(jnp.any(active), search, lambda: everything) if skip_unused else search()
+        return jnp.where(active, found, everything)
+
+    use_k = (rows.top_k > 0) & (rows.top_k < logits.shape[1])
+    wanted = jnp.where(use_k, rows.top_k, 1).astype(jnp.float32)
+    low = guarded(use_k, lambda: _threshold(keys, jnp.ones_like(scores), wanted))
+
+    weights = jnp.where(keys >= low[:, None], jnp.exp(scores), 0)
+    use_p = rows.top_p < 1
+    mass = rows.top_p * jnp.sum(weights, axis=-1)
+    low = jnp.maximum(low, guarded(use_p, lambda: _threshold(keys, weights, mass)))
+    # The best token has weight exp(0) = 1, so min-p is a bound on the weight itself.
+    keep = (keys >= low[:, None]) & (jnp.exp(scores) >= rows.min_p[:, None])
+    return jnp.where(keep, scores, -jnp.inf)
+
+
+def _ordered_bits(x: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
+    """Unsigned integers in the order of the floats."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >= SIGN, ~bits, bits | SIGN)
+
+
+def _threshold(
+    keys: UInt32[Array, "S V"], weights: Float[Array, "S V"], target: Float[Array, "S"]
+) -> UInt32[Array, "S"]:
+    """Largest key ``t`` of each row for which the weights of keys >= ``t`` sum to at least ``target``; 0 if none.
+
+    One bit per pass on a CPU, where arithmetic is dear; four bits per pass elsewhere, where memory traffic is.
+    """
+    return lax.platform_dependent(
+        keys, weights, target, cpu=partial(_search, bits=1), default=partial(_search, bits=4)
+    )
+
+
+def _search(keys: Array, weights: Array, target: Array, *, bits: int) -> Array:
+    digits = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
+
+    def one_pass(i: Array, low: Array) -> Array:
+        shift = jnp.uint32(32) - jnp.uint32(bits) * (i.astype(jnp.uint32) + 1)
+        candidates = low[:, None] | (digits << shift)[None, :]  # [S, digits], rising
+        above = keys[:, None, :] >= candidates[:, :, None]
+        enough = jnp.sum(jnp.where(above, weights[:, None, :], 0), axis=-1) >= target[:, None]
+        return low | (jnp.sum(enough, axis=-1).astype(jnp.uint32) << shift)
+
+    return lax.fori_loop(0, 32 // bits, one_pass, jnp.zeros(keys.shape[:1], jnp.uint32))

@@ -1,0 +1,8 @@
+"""Checkpoints on disk or on the Hugging Face hub -> configuration and parameters."""
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .errors import CheckpointError
+from .load import load_model, load_params
+from .source import TensorSource
+
+__all__ = ["Checkpoint", "CheckpointError", "TensorSource", "load_model", "load_params", "open_checkpoint"]

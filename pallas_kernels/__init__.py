@@ -1,0 +1,11 @@
+"""Attention over paged KV caches. Import as ``jaxsched.pallas_kernels``."""
+
+if not __name__.startswith("jaxsched."):
+    raise ImportError(
+        "this folder is part of jaxsched and must be imported as 'jaxsched.pallas_kernels', not as a top-level "
+        "'pallas_kernels'; run from another folder or install the package"
+    )
+
+from .ops import IMPLEMENTATIONS, paged_decode, paged_prefill, write_kv
+
+__all__ = ["IMPLEMENTATIONS", "paged_decode", "paged_prefill", "write_kv"]
