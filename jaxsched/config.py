@@ -103,11 +103,16 @@ class EngineConfig:
             chunk_tokens=chunk,
             slot_buckets=tuple(sorted({slots, *_smaller(slots, 4, min(4, slots), 3)})),
             split_prompts=self.chunked,
-            max_new_pages=per_seq + slots * (2 + self.num_scheduler_steps // self.page_size),
+            max_new_pages=self._max_new_pages(slots, chunk, per_seq),
         )
         executor = "scan" if self.executor == "auto" else self.executor
         variants = ("auto",) if platform == "cpu" else ("full", "greedy")
         return Resolved(limits, dtype, executor, chunk_buckets, variants, per_seq, page_bytes)
+
+    def _max_new_pages(self, slots: int, chunk: int, per_seq: int) -> int:
+        """Page-table entries a round may change: growth of every slot, and all that N steps of chunks can read."""
+        steps, size = self.num_scheduler_steps, self.page_size
+        return slots * (2 + steps // size) + max(per_seq, min(steps * chunk // size, slots * per_seq))
 
     def _chunk(self, slots: int, max_len: int) -> int:
         budget = self.max_num_batched_tokens

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from jaxsched.config import EngineConfig, cache_dir
 from jaxsched.engine import Engine, EngineStats
+from jaxsched.host_memory import keep_freed_memory
 from jaxsched.request import CompletionOutput, RequestOutput, SamplingParams
 from jaxsched.text import load_tokenizer
 from jaxsched.weights import load_model, open_checkpoint
@@ -84,6 +85,8 @@ class LLM:
         checkpoint = open_checkpoint(default_model() if model is None else model, revision=revision)
         device = jax.local_devices()[0]
         platform = "cpu" if device.platform == "cpu" else "gpu"
+        if platform == "cpu":
+            keep_freed_memory()
         self.config, self.model_config = config, checkpoint.model_config
         dtype = config.resolve_dtype(self.model_config, platform)
         if platform == "cpu" and dtype != "float32":

@@ -23,6 +23,34 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # values of tokenizer.ggml.token_type
+# A sentencepiece vocabulary: (token, type, score); the score says which merges come first.
+SENTENCEPIECE = [
+    ("<unk>", UNKNOWN, 0.0),
+    ("<s>", CONTROL, 0.0),
+    ("</s>", CONTROL, 0.0),
+    *((f"<0x{byte:02X}>", BYTE, 0.0) for byte in range(256)),
+    *((c, NORMAL, -100.0 - i) for i, c in enumerate("▁helowrd123.")),
+    ("▁h", NORMAL, -1.0),
+    ("el", NORMAL, -2.0),
+    ("lo", NORMAL, -3.0),
+    ("ello", NORMAL, -4.0),
+    ("▁hello", NORMAL, -5.0),
+    ("▁w", NORMAL, -6.0),
+    ("<sep>", USER_DEFINED, 0.0),
+    ("▁▁", NORMAL, -7.0),
+]
+
+
+def sentencepiece_metadata() -> dict[str, Any]:
+    """GGUF metadata of the vocabulary above."""
+    tokens, types, scores = (list(column) for column in zip(*SENTENCEPIECE, strict=True))
+    key = "tokenizer.ggml."
+    return {
+        **{key + "model": "llama", key + "tokens": tokens, key + "token_type": types, key + "scores": scores},
+        **{key + "bos_token_id": 1, key + "eos_token_id": 2, key + "unknown_token_id": 0},
+    }
+
 
 def gguf_name(name: str) -> str:
     """llama.cpp's name of a Hugging Face tensor."""

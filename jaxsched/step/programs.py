@@ -1,12 +1,12 @@
 """The bounded set of compiled programs, and how a round is put together from them.
 
-A round is a chain of segments: runs of mixed steps, then runs of decode steps, each one compiled scan. Segments are
-dispatched one after the other without waiting, so the host is not involved between them. Programs:
+A round is a chain of segments: mixed steps one by one (each is long enough to hide its dispatch), then runs of decode
+steps, each a compiled scan. Segments are dispatched one after the other without waiting, so the host is not involved
+between them. Programs:
 
 * one that changes the slot table,
-* decode: for the full slot table every power of two up to N; for each smaller slot bucket 1 and N,
-* mixed: for the full slot table N steps of the largest chunk and 1 step of each chunk bucket; for each smaller slot
-  bucket 1 step of the largest chunk,
+* decode: for the full slot table every power of two below N, and N; for each smaller slot bucket 1 and N,
+* mixed: for the full slot table each chunk bucket; for each smaller slot bucket the largest chunk,
 
 each with as many sampling variants as the platform needs. So the number is a sum over buckets, not a product. The
 dispatch executor has only the programs of one step.
@@ -62,7 +62,6 @@ def program_keys(
     ends = sorted({lengths[0], lengths[-1]})
     sizes = {(steps, 0, slots) for steps in lengths}
     sizes |= {(steps, 0, small) for small in slot_buckets for steps in ends}
-    sizes |= {(steps, chunk, slots) for steps in ends}
     sizes |= {(1, c, slots) for c in chunk_buckets} | {(1, chunk, small) for small in slot_buckets}
     return [UPDATE, *sorted(ProgramKey(*size, variant) for size in sizes for variant in variants)]
 

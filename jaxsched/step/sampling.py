@@ -28,7 +28,7 @@ def sample(
 
     The draw of a row depends on its logits, its sampling row and ``position`` alone. ``mode`` as in ``Features``.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _argmax(logits)
     if mode == "greedy":
         return greedy
     random = rows.temperature >= GREEDY_BELOW
@@ -55,7 +55,15 @@ def _draw(logits: Array, rows: SamplingRows, position: Array, skip: bool) -> Arr
         row_keys(rows.seed, position)
     )
     # Gumbel-max: the argmax of score + noise is a draw from softmax(score).
-    return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
+    return _argmax(scores + noise)
+
+
+def _argmax(x: Float[Array, "S V"]) -> Int[Array, "S"]:
+    """Index of the largest value, the lowest one of equals. Two plain reductions: XLA:CPU is slow at argmax's pairs."""
+    size = x.shape[-1]
+    best = jnp.max(x, axis=-1, keepdims=True)
+    index = jnp.min(jnp.where(x == best, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
+    return jnp.minimum(index, size - 1)  # a row of NaN equals nothing
 
 
 def filtered_scores(

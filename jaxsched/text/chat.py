@@ -64,7 +64,8 @@ def render_chat(
         Exception
     ) as error:  # a template runs arbitrary expressions: any error in it is the template's or the user's
         raise ChatTemplateError(
-            f"the chat template refused these messages: {error}; see the model's card for the roles it accepts"
+            f"the chat template refused these messages: {str(error).rstrip('.')}; "
+            "see the model's card for the roles it accepts"
         ) from error
 
 

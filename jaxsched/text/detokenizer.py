@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import codecs
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put for bytes that are not (yet) UTF-8
@@ -14,8 +15,15 @@ _MAX_WINDOW = 64  # tokens decoded at most at a time, beyond those of one push
 class Detokenizing(Protocol):
     """What the detokenizer needs of a ``Tokenizer``."""
 
-    special_ids: frozenset[int]
-    byte_ids: frozenset[int]
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that ``skip_special_tokens`` skips."""
+        ...
+
+    @property
+    def byte_values(self) -> Mapping[int, int]:
+        """Id -> byte, of the tokens that are single bytes (sentencepiece)."""
+        ...
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -26,9 +34,9 @@ class IncrementalDetokenizer:
     A short window of the latest tokens is decoded at each push; the part that later tokens cannot change is new text.
     Cost per token does not depend on the length of the sequence.
 
-    Held back until it is settled: a trailing U+FFFD, which may be the first bytes of a character, and, for
-    vocabularies with byte tokens (sentencepiece), a trailing run of those, because one invalid byte changes
-    how all of its run is decoded.
+    Held back until it is settled: a trailing U+FFFD, which may be the first bytes of a character; and, for
+    vocabularies with byte tokens (sentencepiece), a trailing run of up to 16 of those, because one invalid byte
+    turns all of its run into U+FFFD.
 
     Invariant: the pieces joined, with ``flush()`` last, are ``tokenizer.decode(all ids)``. The exception is a run of
     more than 16 byte tokens that is not valid UTF-8: its first part may have been shown as characters by then.
@@ -59,12 +67,14 @@ class IncrementalDetokenizer:
         if not new:
             return ""
         self._window += new
-        text = self._decode(self._window)
-        settled = text[: self._settled(text)]
+        run = self._run(self._window)
+        incomplete = _incomplete_bytes(run)
+        text = self._decode(self._window[: len(self._window) - (incomplete or 0)])
+        settled = text[: self._settled(text, run, valid=incomplete is not None)]
         piece = settled[self._emitted :]
         self._emitted = max(self._emitted, len(settled))
         if len(self._window) >= 2 * _KEEP:
-            self._shorten(text)
+            self._shorten(text, incomplete)
         return piece
 
     def flush(self) -> str:
@@ -84,31 +94,53 @@ class IncrementalDetokenizer:
     def _decode(self, ids: list[int]) -> str:
         return self._attached.decode(ids, skip_special_tokens=self.skip_special_tokens)
 
-    def _settled(self, text: str) -> int:
-        """Number of leading characters of the window's text that no further token can change."""
-        byte_ids, run = self._attached.byte_ids, 0
-        while run < len(self._window) and self._window[-1 - run] in byte_ids:
-            run += 1
-        if 0 < run <= _MAX_BYTE_RUN:
-            return len(self._decode(self._window[:-run]))
-        if run and text.endswith(REPLACEMENT) and run <= _MAX_BYTE_RUN + 3:
-            return self._emitted  # perhaps complete within three more bytes
-        return len(text) - text.endswith(REPLACEMENT)
+    def _settled(self, text: str, run: bytes, valid: bool) -> int:
+        """Number of leading characters of ``text`` that no further token can change.
 
-    def _shorten(self, text: str) -> None:
+        ``text`` is the window's, without the bytes at its end that begin a character.
+        """
+        if not run:
+            return len(text) - text.endswith(REPLACEMENT)
+        before = len(self._decode(self._window[: -len(run)]))
+        hold = valid and len(run) <= _MAX_BYTE_RUN and self._emitted <= before
+        return before if hold else len(text)
+
+    def _run(self, ids: list[int]) -> bytes:
+        """The bytes of the byte tokens at the end of ``ids``."""
+        values, length = self._attached.byte_values, 0
+        while length < len(ids) and ids[-1 - length] in values:
+            length += 1
+        return bytes(values[token] for token in ids[len(ids) - length :])
+
+    def _shorten(self, text: str, incomplete: int | None) -> None:
         """Drops tokens from the front of the window, where doing so leaves the rest of its text as it is.
 
-        The first character kept must be out already: then the cut is not within a character that is incomplete.
+        The first character kept must be out already: then the cut is not within a character that is incomplete. And
+        a run of bytes that is invalid must stay so. ``text`` and ``incomplete`` are those of ``push``.
         """
         pending = len(text) - self._emitted
         last = len(self._window) - _KEEP
         for start in range(last, max(last - _MAX_WINDOW, 0), -1):
-            rest = self._decode(self._window[start:])
-            if len(rest) > pending and text.endswith(rest):
+            kept = self._window[start:]
+            rest = self._decode(kept[: len(kept) - (incomplete or 0)])
+            if (
+                len(rest) > pending
+                and text.endswith(rest)
+                and _incomplete_bytes(self._run(kept)) == incomplete
+            ):
                 break
         else:
             if len(self._window) < _MAX_WINDOW:
                 return
-            start, rest = last, self._decode(self._window[last:])
-        self._window = self._window[start:]
-        self._emitted = max(0, len(rest) - pending)
+            kept = self._window[last:]
+            rest = self._decode(kept[: len(kept) - (incomplete or 0)])
+        self._window, self._emitted = kept, max(0, len(rest) - pending)
+
+
+def _incomplete_bytes(run: bytes) -> int | None:
+    """How many bytes at the end of ``run`` begin a character that more bytes may complete; None if it is not UTF-8."""
+    try:
+        _, used = codecs.utf_8_decode(run, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    return len(run) - used

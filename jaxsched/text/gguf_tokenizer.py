@@ -156,12 +156,14 @@ def _byte_level(path: Path, meta: dict[str, Any], tokens: list[str], pre: str) -
 
 
 def _merges(path: Path, lines: list[str]) -> list[tuple[str, str]]:
-    pairs = [tuple(line.split(" ")) for line in lines]
-    for line, pair in zip(lines, pairs, strict=True):
-        if len(pair) != 2:
+    pairs = []
+    for line in lines:
+        left, space, right = line.partition(" ")
+        if not space or " " in right:
             raise TokenizerError(
                 f"{path}: {line!r} in tokenizer.ggml.merges is not two tokens; the file is corrupt"
             )
+        pairs.append((left, right))
     return pairs
 
 

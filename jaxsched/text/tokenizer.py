@@ -44,7 +44,7 @@ class Tokenizer:
         )
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, value in added.items() if value.special)
-        self.byte_ids = self._find_byte_ids()
+        self.byte_values = self._find_byte_values()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; with ``add_special_tokens`` those that the checkpoint puts around it (usually a BOS).
@@ -125,9 +125,9 @@ class Tokenizer:
             )
         return found
 
-    def _find_byte_ids(self) -> frozenset[int]:
-        """Ids of tokens that are one byte each, for decoders that join them to characters (sentencepiece)."""
+    def _find_byte_values(self) -> dict[int, int]:
+        """Id -> byte of the tokens that are one byte each, for decoders that join them (sentencepiece)."""
         if "ByteFallback" not in str(self._backend.decoder):
-            return frozenset()
-        found = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        return frozenset(token for token in found if token is not None)
+            return {}
+        found = ((self._backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        return {token: byte for token, byte in found if token is not None}

@@ -56,7 +56,7 @@ def _locate(model: str | os.PathLike[str], revision: str | None) -> Path:
     path = Path(model).expanduser()
     if not path.exists():
         match = _HUB_ID.fullmatch(model) if isinstance(model, str) else None
-        if match and (match["file"] or not model.endswith(".gguf")) and model[0] not in "./~":
+        if match and (match["file"] or not match[0].endswith(".gguf")) and match[0][0] != ".":
             return _download(match["repo"], match["file"], revision)
         raise FileNotFoundError(
             f"model {os.fspath(model)!r}: no such file or folder (looked for {path.absolute()}); "
@@ -126,15 +126,24 @@ def _open_folder(path: Path) -> Checkpoint:
     config = _read_json(path / "config.json")
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
-    model_config = family_of(config).read_config(config)
+    model_config = _read_model_config(path, config)
     return _checkpoint(path, config, generation_config, model_config, open_safetensors(path))
 
 
 def _open_gguf(path: Path) -> Checkpoint:
     source = GGUFSource(path)
-    family = family_of(source.config)
+    family_of(source.config)  # refuses first what it does not know
     config = source.complete_config()
-    return _checkpoint(path, config, {}, family.read_config(config), source)
+    return _checkpoint(path, config, {}, _read_model_config(path, config), source)
+
+
+def _read_model_config(path: Path, config: dict[str, Any]) -> ModelConfig:
+    try:
+        return family_of(config).read_config(config)
+    except (TypeError, ArithmeticError, AttributeError) as error:  # a value of the wrong kind
+        raise CheckpointError(
+            f"{path}: the configuration is malformed ({error!r}); use the config.json that belongs to these weights"
+        ) from error
 
 
 def _checkpoint(
@@ -146,10 +155,8 @@ def _checkpoint(
         for token in value if isinstance(value, list) else [value]:
             if token is not None:
                 eos.append(_token(path, f"eos_token_id in {name}", token, model.vocab_size))
-    bos = config.get("bos_token_id", generation.get("bos_token_id"))
-    bos = bos[0] if isinstance(bos, list) and bos else bos
-    if bos is not None:
-        _token(path, "bos_token_id", bos, model.vocab_size)
+    given = [c["bos_token_id"] for c in (config, generation) if c.get("bos_token_id") is not None]
+    bos = _token(path, "bos_token_id", given[0], model.vocab_size) if given else None
     return Checkpoint(path, config, generation, model, tuple(dict.fromkeys(eos)), bos, source)
 
 

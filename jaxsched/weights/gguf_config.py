@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -149,9 +150,13 @@ def _llama3_scaling(
 
     Every published Llama 3 model has low and high frequency factors 1 and 4; other divisors are refused.
     """
-    values = {"factor": float(np.max(factors)), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values: dict[str, Any] = {
+        "factor": float(np.max(factors)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     plain = RopeConfig(theta=config["rope_theta"])
-    guess = RopeConfig(theta=plain.theta, kind="llama3", original_max_position=original, **values)
+    guess = dataclasses.replace(plain, kind="llama3", original_max_position=original, **values)
     dim = config["head_dim"]
     if factors.shape == (dim // 2,):
         expected = plain.frequencies(dim)[0] / guess.frequencies(dim)[0]

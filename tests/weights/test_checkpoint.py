@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
-from toys import BOS, EOS, IM_END, TOYS, write_toy
 
 from jaxsched.weights import CheckpointError, load_params, open_checkpoint
+from toys import BOS, EOS, IM_END, TOYS, write_toy
 
 FILE = "model.safetensors"
 
@@ -67,8 +67,8 @@ def only_bin(folder: Path) -> None:
 Break = Callable[[Path], Any]
 # What is wrong -> (options of the toy, how to break it, what the error says)
 BROKEN: dict[str, tuple[dict[str, Any], Break, str]] = {
-    "truncated data": ({}, lambda f: cut(f / FILE, 5), r"model\.safetensors is truncated: tensor '[\w.]+' ends at byte"),
-    "empty file": ({}, lambda f: (f / FILE).write_bytes(b""), r"model\.safetensors is not a safetensors file: it has 0 b"),
+    "truncated data": ({}, lambda f: cut(f / FILE, 5), r"safetensors is truncated: tensor '[\w.]+' ends at byte"),
+    "empty file": ({}, lambda f: (f / FILE).write_bytes(b""), r"is not a safetensors file: it has 0 bytes"),
     "header length": (
         {},
         lambda f: (f / FILE).write_bytes(struct.pack("<Q", 1 << 60) + bytes(99)),
@@ -139,6 +139,16 @@ BROKEN: dict[str, tuple[dict[str, Any], Break, str]] = {
         {},
         lambda f: edit_json(f / "config.json", hidden_size=None),
         r"config\.json lacks 'hidden_size'",
+    ),
+    "config value": (
+        {},
+        lambda f: edit_json(f / "config.json", num_attention_heads=0),
+        r"the configuration is malformed|num_heads is 0",
+    ),
+    "config kind": (
+        {},
+        lambda f: edit_json(f / "config.json", num_attention_heads="4"),
+        r"the configuration is malformed|num_heads is '4'",
     ),
     "eos out of range": (
         {},

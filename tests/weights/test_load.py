@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from toy_gguf import tensors_of
-from toys import TOYS, write_toy
 
 from jaxsched.models import family_of
 from jaxsched.weights import load_model, load_params, open_checkpoint
+from toy_gguf import tensors_of
+from toys import TOYS, write_toy
 
 
 def flat(params: nnx.State) -> dict[str, np.ndarray]:

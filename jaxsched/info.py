@@ -1,0 +1,254 @@
+"""What a model needs, from its configuration and headers alone: no weight is read and no device is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jaxsched.config import GPU_RESERVE_BYTES, EngineConfig
+from jaxsched.gguf_file import read_gguf_header
+from jaxsched.models import ModelConfig, RopeConfig
+from jaxsched.step.programs import program_keys
+from jaxsched.text import load_tokenizer
+from jaxsched.weights import Checkpoint, open_checkpoint
+
+CARDS_GB = (24, 40, 80, 141, 192)  # memory of common GPUs in units of 10^9 bytes, as on the box
+SHORT = 2048  # tokens of the shorter sequence in the table of what fits
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What the engine takes on one kind of device with a given EngineConfig."""
+
+    platform: str  # "cpu" or "gpu"
+    dtype: str  # of weights and KV pages
+    weight_bytes: int
+    kv_bytes_per_token: int
+    page_bytes: int  # one page, K and V of all layers
+    max_num_seqs: int
+    max_model_len: int
+    num_programs: int  # compiled at start
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """How much fits beside the weights. All zero where the weights alone do not fit."""
+
+    device: str
+    dtype: str
+    kv_tokens: int
+    full_sequences: int  # of max_model_len tokens
+    short_sequences: int  # of SHORT tokens, or max_model_len where that is less
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """Everything ``jaxsched info`` prints."""
+
+    model: str
+    architecture: str
+    num_parameters: int
+    file_bytes: int  # size of the weight files
+    saved_as: str  # storage type of most weights, e.g. "bfloat16", "Q4_K"
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_head: bool
+    context: int  # tokens
+    rope: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    chat_template: bool
+    page_size: int  # tokens
+    gpu_memory_utilization: float  # share of the cards' memory counted in ``fits``
+    short_tokens: int  # length of the ``short_sequences`` in ``fits``
+    needs: tuple[Needs, ...]  # on a CPU, on a GPU
+    fits: tuple[Fit, ...]  # common GPUs, then the default pool on a CPU
+
+
+def inspect_model(
+    model: str | os.PathLike[str], *, revision: str | None = None, config: EngineConfig | None = None
+) -> ModelInfo:
+    """Describes a checkpoint, under the given or the default EngineConfig. A hub id is downloaded.
+
+    Raises as ``open_checkpoint``, ``load_tokenizer`` and ``EngineConfig.resolve``.
+    """
+    checkpoint = open_checkpoint(model, revision=revision)
+    tokenizer = load_tokenizer(checkpoint.path)
+    chat = tokenizer is not None and tokenizer.chat_template is not None
+    return describe(checkpoint, config or EngineConfig(), chat_template=chat)
+
+
+def describe(checkpoint: Checkpoint, config: EngineConfig, *, chat_template: bool) -> ModelInfo:
+    """The ModelInfo of an opened checkpoint."""
+    m = checkpoint.model_config
+    cpu, gpu = (needs(m, config, platform) for platform in ("cpu", "gpu"))
+    return ModelInfo(
+        model=str(checkpoint.path),
+        architecture=m.architecture,
+        num_parameters=m.num_parameters,
+        file_bytes=sum(file.stat().st_size for file in weight_files(checkpoint.path)),
+        saved_as=storage_type(checkpoint),
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        intermediate_size=m.intermediate_size,
+        num_heads=m.num_heads,
+        num_kv_heads=m.num_kv_heads,
+        head_dim=m.head_dim,
+        vocab_size=m.vocab_size,
+        tied_head=m.tie_word_embeddings,
+        context=m.max_position_embeddings,
+        rope=describe_rope(m.rope),
+        eos_token_ids=checkpoint.eos_token_ids,
+        bos_token_id=checkpoint.bos_token_id,
+        chat_template=chat_template,
+        page_size=config.page_size,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        short_tokens=min(SHORT, gpu.max_model_len),
+        needs=(cpu, gpu),
+        fits=(
+            *(_fit(f"{size} GB", gpu, config, pages_on_card(size, gpu, config)) for size in CARDS_GB),
+            _fit("CPU", cpu, config, config.resolve(m, "cpu").limits.num_pages),
+        ),
+    )
+
+
+def needs(model: ModelConfig, config: EngineConfig, platform: str) -> Needs:
+    """What the engine takes on "cpu" or "gpu"."""
+    resolved = config.resolve(model, platform, None if platform == "cpu" else 1 << 62)
+    limits, itemsize = resolved.limits, jnp.dtype(resolved.dtype).itemsize
+    keys = program_keys(
+        num_steps=limits.num_steps,
+        slot_buckets=limits.slot_buckets,
+        chunk_buckets=resolved.chunk_buckets,
+        scan=resolved.executor == "scan",
+        variants=resolved.variants,
+    )
+    return Needs(
+        platform=platform,
+        dtype=resolved.dtype,
+        weight_bytes=model.num_parameters * itemsize,
+        kv_bytes_per_token=model.kv_bytes_per_token(itemsize),
+        page_bytes=resolved.page_bytes,
+        max_num_seqs=limits.num_slots,
+        max_model_len=limits.max_model_len,
+        num_programs=len(keys),
+    )
+
+
+def pages_on_card(gigabytes: float, gpu: Needs, config: EngineConfig) -> int:
+    """KV pages that fit on a GPU of ``gigabytes`` × 10^9 bytes beside weights and temporaries; 0 if none does.
+
+    The engine itself makes no more than ``max_num_seqs`` full sequences can use.
+    """
+    budget = int(gigabytes * 1e9 * config.gpu_memory_utilization) - gpu.weight_bytes - GPU_RESERVE_BYTES
+    return max(0, budget // gpu.page_bytes)
+
+
+def _fit(device: str, need: Needs, config: EngineConfig, pages: int) -> Fit:
+    size = config.page_size
+    full, short = (
+        pages // -(-length // size) for length in (need.max_model_len, min(SHORT, need.max_model_len))
+    )
+    return Fit(device, need.dtype, pages * size, full, short)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold the tensors of the checkpoint at ``path``, as ``Checkpoint.path`` names it."""
+    if path.is_file():
+        return [path]
+    if (single := path / "model.safetensors").is_file():
+        return [single]
+    index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    return sorted(path / name for name in set(index["weight_map"].values()))
+
+
+def storage_type(checkpoint: Checkpoint) -> str:
+    """What most weights are stored as: a dtype, or the block format of a GGUF file."""
+    if not checkpoint.path.is_file():
+        return checkpoint.model_config.dtype
+    import gguf  # optional, but without it the file could not have been opened
+
+    sizes: Counter[int] = Counter()
+    for tensor in read_gguf_header(checkpoint.path).tensors.values():
+        sizes[tensor.kind] += math.prod(tensor.shape)
+    return gguf.GGMLQuantizationType(sizes.most_common(1)[0][0]).name
+
+
+def describe_rope(rope: RopeConfig) -> str:
+    """One line, such as "llama3, theta 500000, factor 8 from 8192 tokens"."""
+    text = f"{rope.kind}, theta {rope.theta:.10g}"
+    if rope.kind == "default":
+        return text
+    origin = f" from {rope.original_max_position} tokens" if rope.original_max_position else ""
+    return f"{text}, factor {rope.factor:.10g}{origin}"
+
+
+def render(info: ModelInfo) -> str:
+    """The text of ``jaxsched info``."""
+    rows = [
+        ("architecture", info.architecture),
+        ("parameters", f"{info.num_parameters:,}"),
+        ("weight files", f"{binary(info.file_bytes)} (saved as {info.saved_as})"),
+        ("layers", f"{info.num_layers} of width {info.hidden_size}, MLP width {info.intermediate_size}"),
+        (
+            "attention",
+            f"{info.num_heads} query heads, {info.num_kv_heads} KV heads, head_dim {info.head_dim}",
+        ),
+        ("vocabulary", f"{info.vocab_size:,} ({'tied' if info.tied_head else 'separate'} output head)"),
+        ("context", f"{info.context:,} tokens"),
+        ("rope", info.rope),
+        ("EOS ids", ", ".join(map(str, info.eos_token_ids)) or "none"),
+        ("BOS id", "none" if info.bos_token_id is None else str(info.bos_token_id)),
+        ("chat template", "yes" if info.chat_template else "no"),
+    ]
+    by_platform = [
+        ["with default settings", *(need.platform.upper() for need in info.needs)],
+        ["dtype", *(need.dtype for need in info.needs)],
+        ["weights", *(binary(need.weight_bytes) for need in info.needs)],
+        ["KV per token", *(binary(need.kv_bytes_per_token) for need in info.needs)],
+        [f"page of {info.page_size} tokens", *(binary(need.page_bytes) for need in info.needs)],
+        ["sequences at once", *(str(need.max_num_seqs) for need in info.needs)],
+        ["compiled programs", *(str(need.num_programs) for need in info.needs)],
+    ]
+    full = info.needs[-1].max_model_len
+    fits = [["what fits", "dtype", "KV tokens", f"seqs of {full:,}", f"seqs of {info.short_tokens:,}"]]
+    for fit in info.fits:
+        numbers = (fit.kv_tokens, fit.full_sequences, fit.short_sequences)
+        fits.append([fit.device, fit.dtype, *(f"{n:,}" if fit.kv_tokens else "-" for n in numbers)])
+    if info.short_tokens == full:
+        fits = [row[:-1] for row in fits]
+    note = (
+        f"GPUs: {info.gpu_memory_utilization:.0%} of the memory, less weights and temporaries; a GB is 10^9 bytes. "
+        "CPU: the default KV pool."
+    )
+    if not all(fit.kv_tokens for fit in info.fits):
+        note += "\n-: the weights do not fit."
+    facts = "\n".join(f"  {name:<15}{value}" for name, value in rows)
+    return "\n\n".join((f"{info.model}\n{facts}", table(by_platform), f"{table(fits)}\n{note}"))
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows as aligned columns, the first one to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+             for row in rows)  # fmt: skip
+    return "\n".join(lines)
+
+
+def binary(count: int) -> str:
+    """A number of bytes in the largest unit that leaves at least 1: "45.0 KiB"."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

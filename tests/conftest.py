@@ -1,0 +1,48 @@
+"""For all tests: a compilation cache that outlives the session, and the toy checkpoints."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Before jax is imported anywhere. Compiling is most of the suite's time; the second run finds nearly all of it here.
+os.environ.setdefault("JAXSCHED_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".jax_cache"))
+
+from harness import Model, load
+from jaxsched.llm import use_compilation_cache
+from toys import TOYS, write_script_model, write_toy
+
+use_compilation_cache()
+
+# Text for tests of streaming: tokens that end inside a character, characters of two to four bytes, a turn's end.
+SCRIPTS = {
+    "plain": [b"A", b"hello", b" wor", b"ld", b"!"],
+    "split": [b"B", b"Gr\xc3", b"\xbc\xc3\x9f", b"e \xe4", b"\xb8\x96\xe7", b"\x95\x8c \xf0\x9f", b"\x99\x82."],
+    "broken": [b"C", b"x\xe4\xb8", b"yz", b"\xf0\x9f\x99"],  # bytes that never become a character
+    "special": [b"D", b"one", 258, b"two", 260, b"six", 259],  # ends in <|im_end|>
+    "endless": [b"E", b"to", b" be", b" or", b" not ", b"to"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
+    """``toy("mqa")`` or ``toy("base", num_layers=1)``: a toy checkpoint with its parameters loaded, made once."""
+    made: dict[tuple, Model] = {}
+
+    def make(name: str = "base", **options: int) -> Model:
+        key = (name, *sorted(options.items()))
+        if key not in made:
+            path = tmp_path_factory.mktemp(name)
+            made[key] = load(write_toy(path, **{**TOYS[name], **options}))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, dict[str, list[int]]]:
+    """The script model and its chains by name: a prompt that ends in a chain's first id gives the rest, then EOS."""
+    path = tmp_path_factory.mktemp("script")
+    chains = write_script_model(path, list(SCRIPTS.values()))
+    return load(path), dict(zip(SCRIPTS, chains, strict=True))
