@@ -123,8 +123,8 @@ class EngineConfig:
             )
             if chunk < 1:
                 raise ValueError(
-                    f"max_num_batched_tokens is {budget}, but max_num_seqs {slots} decode rows leave no room for a chunk; "
-                    f"raise it above {slots}"
+                    f"max_num_batched_tokens is {budget}, but max_num_seqs {slots} decode rows leave no "
+                    f"room for a chunk; raise it above {slots}"
                 )
             return min(chunk, max_len)
         if budget is not None and budget - slots < max_len:
@@ -148,7 +148,7 @@ class EngineConfig:
 
 def _smaller(top: int, ratio: int, low: int, count: int) -> list[int]:
     """Up to ``count`` buckets below ``top``, each a ``ratio``-th of the last, not below ``low``."""
-    buckets = []
+    buckets: list[int] = []
     while len(buckets) < count and top // ratio >= low:
         top //= ratio
         buckets.append(top)

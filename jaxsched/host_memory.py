@@ -7,7 +7,9 @@ import sys
 
 # Parameters of glibc's mallopt, from malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
-KEEP_BYTES = 1 << 30  # blocks up to this size are kept for the next program instead of going back to the system
+KEEP_BYTES = (
+    1 << 30
+)  # blocks up to this size are kept for the next program instead of going back to the system
 
 
 def keep_freed_memory() -> bool:
@@ -23,5 +25,10 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    settings = {M_MMAP_THRESHOLD: KEEP_BYTES, M_TRIM_THRESHOLD: KEEP_BYTES, M_TOP_PAD: 64 << 20, M_ARENA_MAX: 1}
+    settings = {
+        M_MMAP_THRESHOLD: KEEP_BYTES,
+        M_TRIM_THRESHOLD: KEEP_BYTES,
+        M_TOP_PAD: 64 << 20,
+        M_ARENA_MAX: 1,
+    }
     return all([mallopt(name, value) == 1 for name, value in settings.items()])

@@ -325,8 +325,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> a list of prompts. A flat list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) or hasattr(item, "__index__") for item in items):
+    items: list[Any] = list(prompts)
+    if items and all(hasattr(item, "__index__") for item in items):
         return [items]
     return items
 

@@ -108,7 +108,7 @@ def _run_layer(
     sin: Array,
     context: Any,
     cache: Any,
-):  # noqa: ANN202, E501
+) -> tuple[Array, Any]:
     """One layer. Jitted so that equal layers are traced once; XLA inlines the calls, so the program stays unrolled."""
     layer = nnx.merge(graph, params)
     return layer(x, cos, sin, lambda q, k, v: attend(context, q, k, v, cache))

@@ -12,7 +12,7 @@ class Rule:
     """One parameter, made of one or more checkpoint tensors.
 
     The sources are concatenated along their first axis (output features) and, for a kernel, transposed: checkpoints
-    store ``[out, in]``, the decoder multiplies by ``[in, out]``. ``axes`` are the logical names of the parameter's axes.
+    store ``[out, in]``, the decoder multiplies by ``[in, out]``. ``axes`` names the parameter's axes for sharding.
     """
 
     sources: tuple[str, ...]  # tensor names in the checkpoint

@@ -30,13 +30,13 @@ def _gather(pages: Array, table: Array) -> Array:
     return rows.reshape(table.shape[0], -1, *pages.shape[2:])
 
 
-def paged_decode(q, k_pages, v_pages, block_table, context_len, *, scale):  # noqa: ANN001, ANN201 - see ops.paged_decode
+def paged_decode(q, k_pages, v_pages, block_table, context_len, *, scale):  # see ops.paged_decode
     k, v = _gather(k_pages, block_table), _gather(v_pages, block_table)
     visible = jnp.arange(k.shape[1])[None, :] < context_len[:, None]
     return _attend(q, k, v, visible, scale)
 
 
-def paged_prefill(q, k_pages, v_pages, block_table, slot, position, *, scale):  # noqa: ANN001, ANN201 - see ops
+def paged_prefill(q, k_pages, v_pages, block_table, slot, position, *, scale):  # see ops
     slots = block_table.shape[0]
     table = block_table[jnp.minimum(slot, slots - 1)]
     k, v = _gather(k_pages, table), _gather(v_pages, table)

@@ -5,6 +5,8 @@ The loops run as far as the longest context needs, so their trip counts are dyna
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -25,7 +27,9 @@ def _blocks_of(pages: Array, block_table: Array, target: int) -> tuple[Array, in
     return jnp.pad(jnp.clip(block_table, 0, pages.shape[0] - 1), ((0, 0), (0, padding))), per_block
 
 
-def _update(carry: tuple[Array, Array, Array], scores: Array, weigh) -> tuple[Array, Array, Array]:  # noqa: ANN001
+def _update(
+    carry: tuple[Array, Array, Array], scores: Array, weigh: Callable[[Array], Array]
+) -> tuple[Array, Array, Array]:
     """One step of the online softmax: ``scores [..., T]`` already masked, ``weigh(p)`` multiplies by V."""
     top, total, acc = carry
     new_top = jnp.maximum(top, scores.max(-1))
@@ -34,7 +38,7 @@ def _update(carry: tuple[Array, Array, Array], scores: Array, weigh) -> tuple[Ar
     return new_top, total * decay + p.sum(-1), acc * decay[..., None] + weigh(p)
 
 
-def paged_decode(q, k_pages, v_pages, block_table, context_len, *, scale):  # noqa: ANN001, ANN201 - see ops.paged_decode
+def paged_decode(q, k_pages, v_pages, block_table, context_len, *, scale):  # see ops.paged_decode
     slots, heads, dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     width = kv_heads * dim
@@ -87,7 +91,7 @@ def _tiles(slot: Array, slots: int, tile: int) -> tuple[Array, Array, Array]:
     return owner, first_row, jnp.sum(starts)
 
 
-def paged_prefill(q, k_pages, v_pages, block_table, slot, position, *, scale):  # noqa: ANN001, ANN201 - see ops
+def paged_prefill(q, k_pages, v_pages, block_table, slot, position, *, scale):  # see ops
     rows, heads, dim = q.shape
     slots = block_table.shape[0]
     page_size, kv_heads = k_pages.shape[1:3]

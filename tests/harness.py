@@ -131,7 +131,7 @@ def random_prompt(rng: np.random.Generator, length: int) -> list[int]:
 # -- the oracle ----------------------------------------------------------------------------------------------------
 
 
-def dense_attend(mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: None):  # noqa: ANN201
+def dense_attend(mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: None):
     """Causal attention as in the textbook; ``mask [T, T]``."""
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * q.shape[-1] ** -0.5
@@ -151,7 +151,7 @@ def dense_forward(graph: nnx.GraphDef, params: Any, tokens: jax.Array) -> tuple[
 
 
 @partial(jax.jit, static_argnames=("graph",))
-def _next(graph, params, tokens, count, rows, position):  # noqa: ANN001, ANN202
+def _next(graph, params, tokens, count, rows, position):
     _, logits = dense_forward(graph, params, tokens)
     return sample(logits[count - 1][None], rows, position[None], mode="full")[0]
 

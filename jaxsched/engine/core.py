@@ -7,7 +7,8 @@ import hashlib
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
@@ -133,10 +134,9 @@ class Engine:
             greedy=params.greedy,
         )
         sequence = Sequence(request_id, ids, max_tokens, frozenset(stop_ids), row)
-        wants_text = params.detokenize and self.tokenizer is not None
-        detokenizer = (
-            IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens) if wants_text else None
-        )
+        detokenizer = None
+        if params.detokenize and self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
         request = _Request(sequence, params, prompt, detokenizer, RequestMetrics(arrival=self.clock()))
         self._count += 1
         self._requests[request_id] = request
@@ -200,8 +200,8 @@ class Engine:
         need = limits.pages_for(prompt_len + max(wanted - 1, 0))
         if wanted and need > limits.num_pages:
             raise ValueError(
-                f"the request needs {need} KV pages of {limits.page_size} tokens ({prompt_len} prompt + {wanted} output "
-                f"tokens), but the pool has {limits.num_pages} pages; raise num_pages or lower max_tokens"
+                f"the request needs {need} KV pages of {limits.page_size} tokens ({prompt_len} prompt + {wanted} "
+                f"output tokens), but the pool has {limits.num_pages} pages; raise num_pages or lower max_tokens"
             )
         return wanted
 
@@ -301,8 +301,8 @@ class Engine:
         for name in ("model", "resolved"):
             if getattr(snapshot, name) != getattr(self, name):
                 raise ValueError(
-                    f"the snapshot is of another {name}: {getattr(snapshot, name)}, this engine has {getattr(self, name)}; "
-                    "restore into an engine with equal settings"
+                    f"the snapshot is of another {name}: {getattr(snapshot, name)}, this engine has "
+                    f"{getattr(self, name)}; restore into an engine with equal settings"
                 )
         while self._in_flight:
             self._in_flight.popleft()

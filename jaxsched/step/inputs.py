@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from .state import NO_TOKEN, EngineState, SamplingRows, SlotState
+
+# The host packs numpy arrays into fields that are jax arrays once they are on the device.
+zeros: Any = np.zeros
+ones: Any = np.ones
+full: Any = np.full
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,21 +77,21 @@ class SlotUpdates:
     def empty(num_slots: int, max_stop_ids: int, max_new_pages: int) -> SlotUpdates:
         """No changes, as numpy arrays to be filled in."""
         return SlotUpdates(
-            drop=np.zeros(num_slots, bool),
-            admit=np.zeros(num_slots, bool),
-            tokens_left=np.zeros(num_slots, np.int32),
-            output_pos=np.zeros(num_slots, np.int32),
-            stop_ids=np.full((num_slots, max_stop_ids), NO_TOKEN, np.int32),
+            drop=zeros(num_slots, bool),
+            admit=zeros(num_slots, bool),
+            tokens_left=zeros(num_slots, np.int32),
+            output_pos=zeros(num_slots, np.int32),
+            stop_ids=full((num_slots, max_stop_ids), NO_TOKEN, np.int32),
             sampling=SamplingRows(
-                temperature=np.zeros(num_slots, np.float32),
-                top_k=np.zeros(num_slots, np.int32),
-                top_p=np.ones(num_slots, np.float32),
-                min_p=np.zeros(num_slots, np.float32),
-                seed=np.zeros((num_slots, 2), np.uint32),
+                temperature=zeros(num_slots, np.float32),
+                top_k=zeros(num_slots, np.int32),
+                top_p=ones(num_slots, np.float32),
+                min_p=zeros(num_slots, np.float32),
+                seed=zeros((num_slots, 2), np.uint32),
             ),
-            page_slot=np.full(max_new_pages, num_slots, np.int32),
-            page_index=np.zeros(max_new_pages, np.int32),
-            page_id=np.zeros(max_new_pages, np.int32),
+            page_slot=full(max_new_pages, num_slots, np.int32),
+            page_index=zeros(max_new_pages, np.int32),
+            page_id=zeros(max_new_pages, np.int32),
         )
 
 
@@ -103,10 +110,10 @@ class Chunks:
         """All padding, as numpy arrays to be filled in."""
         shape = (mixed_steps, chunk_tokens)
         return Chunks(
-            tokens=np.zeros(shape, np.int32),
-            positions=np.zeros(shape, np.int32),
-            slots=np.full(shape, num_slots, np.int32),
-            end_row=np.full((mixed_steps, num_slots), -1, np.int32),
+            tokens=zeros(shape, np.int32),
+            positions=zeros(shape, np.int32),
+            slots=full(shape, num_slots, np.int32),
+            end_row=full((mixed_steps, num_slots), -1, np.int32),
         )
 
 
@@ -147,19 +154,19 @@ def apply_updates(slots: SlotState, updates: SlotUpdates) -> SlotState:
 
     def pick(new: Array, old: Array) -> Array:
         mask = updates.admit.reshape(updates.admit.shape + (1,) * (old.ndim - 1))
-        return jax.numpy.where(mask, new, old)
+        return jnp.where(mask, new, old)
 
     cleared = updates.admit | updates.drop
     return SlotState(
         block_table=slots.block_table.at[updates.page_slot, updates.page_index].set(
             updates.page_id, mode="drop"
         ),
-        context_len=jax.numpy.where(cleared, 0, slots.context_len),
+        context_len=jnp.where(cleared, 0, slots.context_len),
         last_token=slots.last_token,
         live=slots.live & ~cleared,
         tokens_left=pick(updates.tokens_left, slots.tokens_left),
         output_pos=pick(updates.output_pos, slots.output_pos),
-        finish=jax.numpy.where(cleared, 0, slots.finish),
+        finish=jnp.where(cleared, 0, slots.finish),
         stop_ids=pick(updates.stop_ids, slots.stop_ids),
         sampling=jax.tree.map(pick, updates.sampling, slots.sampling),
     )

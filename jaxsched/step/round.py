@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ from .inputs import Chunks, Features, RoundInputs, RoundOutputs, RoundShape, Slo
 from .sampling import sample
 from .state import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, NO_TOKEN, EngineState, SlotState
 
-Params = dict  # the parameters of a Decoder as a plain pytree
+Params = Any  # the parameters of a Decoder as a plain pytree
+AUTO = Features()
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +66,7 @@ def _attend(
     slots, scale = rows.visible.shape[0], q.shape[-1] ** -0.5
     out = paged_decode(q[:slots], k_pages, v_pages, rows.block_table, rows.visible, scale=scale)
     if rows.chunk_slot is not None:
+        assert rows.chunk_position is not None
         where = (rows.block_table, rows.chunk_slot, rows.chunk_position)
         out = jnp.concatenate((out, paged_prefill(q[slots:], k_pages, v_pages, *where, scale=scale)))
     return out, (k_pages, v_pages)
@@ -113,11 +116,15 @@ def _step(
     return EngineState([k for k, _ in caches], [v for _, v in caches], table), token
 
 
-def _mixed(decoder: Decoder, state: EngineState, chunks: Chunks, slots: int, features: Features):  # noqa: ANN202
+def _mixed(
+    decoder: Decoder, state: EngineState, chunks: Chunks, slots: int, features: Features
+) -> tuple[EngineState, Array]:
     return lax.scan(lambda s, chunk: _step(decoder, s, chunk, slots, features), state, chunks)
 
 
-def _decode(decoder: Decoder, state: EngineState, steps: int, slots: int, features: Features):  # noqa: ANN202
+def _decode(
+    decoder: Decoder, state: EngineState, steps: int, slots: int, features: Features
+) -> tuple[EngineState, Array]:
     return lax.scan(lambda s, _: _step(decoder, s, None, slots, features), state, length=steps)
 
 
@@ -129,7 +136,7 @@ def prefill_chunk(
     chunks: Chunks,
     *,
     slots: int,
-    features: Features = Features(),
+    features: Features = AUTO,
 ) -> tuple[EngineState, Int[Array, "M slots"]]:
     """M mixed steps: ``chunks`` beside one token of every live slot. Returns the state and the sampled tokens.
 
@@ -146,7 +153,7 @@ def decode_steps(
     *,
     steps: int,
     slots: int,
-    features: Features = Features(),
+    features: Features = AUTO,
 ) -> tuple[EngineState, Int[Array, "steps slots"]]:
     """``steps`` decode steps of slots ``0..slots-1``. ``state`` is donated: use the returned one."""
     return _decode(nnx.merge(model, params), state, steps, slots, features)
@@ -166,7 +173,7 @@ def run_round(
     inputs: RoundInputs,
     *,
     shape: RoundShape,
-    features: Features = Features(),
+    features: Features = AUTO,
 ) -> tuple[EngineState, RoundOutputs]:
     """A whole round as one program: slot updates, ``shape.mixed_steps`` mixed steps, then decode steps.
 

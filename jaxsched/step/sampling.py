@@ -7,6 +7,7 @@ a search over the bits of the float, counting (top-k) or summing probability (to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -78,7 +79,7 @@ def filtered_scores(
     keys = _ordered_bits(scores)
     everything = jnp.zeros(logits.shape[:1], jnp.uint32)
 
-    def guarded(active: Bool[Array, "S"], search) -> Array:  # noqa: ANN001
+    def guarded(active: Bool[Array, "S"], search: Callable[[], Array]) -> Array:
         found = lax.cond(jnp.any(active), search, lambda: everything) if skip_unused else search()
         return jnp.where(active, found, everything)
 

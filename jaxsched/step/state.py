@@ -1,6 +1,6 @@
 """Everything the device remembers between rounds, as one pytree.
 
-Axis letters: L layers, P pages, Z page size, K KV heads, D head_dim, S slots, W pages per sequence, F stop ids per slot.
+Axis letters: L layers, P pages, Z page size, K KV heads, D head_dim, S slots, W pages per sequence, F stop ids.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxsched.models import ModelConfig
@@ -73,7 +74,7 @@ class EngineState:
 def init_slots(num_slots: int, pages_per_seq: int, max_stop_ids: int) -> SlotState:
     """A slot table in which nothing runs."""
 
-    def zeros(dtype: jnp.dtype = jnp.int32) -> Array:
+    def zeros(dtype: DTypeLike = jnp.int32) -> Array:
         # A buffer of its own per field: donation refuses one buffer given twice.
         return jnp.zeros((num_slots,), dtype)
 
@@ -104,7 +105,7 @@ def init_state(
     page_size: int = 16,
     pages_per_seq: int | None = None,
     max_stop_ids: int = 8,
-    dtype: jnp.dtype | str = "float32",
+    dtype: DTypeLike = "float32",
 ) -> EngineState:
     """An empty state: zeroed pages (``num_pages`` of ``page_size`` positions for each layer) and free slots.
 

@@ -94,9 +94,7 @@ def test_a_prompt_decodes_in_the_step_after_its_last_chunk(model, params):
         [False] * 6,
     ]
     for slot, count in ((0, 6), (2, 5)):
-        want, _ = oracle(
-            model, PROMPTS[slot], dataclasses.replace(params, max_tokens=count, ignore_eos=True)
-        )
+        want, _ = oracle(model, PROMPTS[slot], dataclasses.replace(params, max_tokens=count, ignore_eos=True))
         assert tokens[valid[:, slot], slot].tolist() == want
     rows = state.slots
     assert np.asarray(rows.live).tolist() == [True, False, True, False]
@@ -188,7 +186,11 @@ def test_drop_then_admit(model):
     slots = jax.device_get(update_slots(state, inputs.updates)).slots
     assert slots.live.tolist() == [False] * 4
     assert slots.context_len.tolist() == [0] * 4
-    assert slots.tokens_left[2] == 9 and slots.output_pos[2] == 3 and slots.stop_ids[2].tolist() == [7] + [-1] * 7
+    assert (
+        slots.tokens_left[2] == 9
+        and slots.output_pos[2] == 3
+        and slots.stop_ids[2].tolist() == [7] + [-1] * 7
+    )
     assert slots.sampling.seed[2].tolist() == [2**32 - 1, 2**32 - 3]
     assert slots.block_table[2].tolist() == [6, 14, *PAGES[2][2:], 0, 0]
     assert slots.block_table[0].tolist() == [*PAGES[0], 0, 0]
@@ -225,7 +227,7 @@ def test_the_old_state_is_given_away(model):
     """Each of the functions reuses the buffers of the state that it gets."""
 
     def check(old, new):
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.k_pages, old.v_pages)))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
         return new
 
