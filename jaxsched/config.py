@@ -101,7 +101,7 @@ class EngineConfig:
             max_model_len=max_len,
             num_steps=self.num_scheduler_steps,
             chunk_tokens=chunk,
-            slot_buckets=tuple(sorted({slots, *_smaller(slots, 4, min(4, slots), 3)})),
+            slot_buckets=tuple(sorted({slots, *_smaller(slots, 2, min(4, slots), 3)})),
             split_prompts=self.chunked,
             max_new_pages=self._max_new_pages(slots, chunk, per_seq),
         )

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,33 +161,21 @@ class LLM:
         assert len(done) == len(items), "a request got lost"
         refused = [output for output in done if output.error is not None]
         if refused:
-            error = refused[0].error
-            assert error is not None
-            if len(refused) == len(done):
-                raise error
-            message = f"{len(refused)} of {len(done)} prompts were refused; see .error of their outputs; first: {error}"
-            warnings.warn(message, stacklevel=2)
+            message = f"{len(refused)} of {len(done)} prompts were refused; see .error of their outputs; first: "
+            warnings.warn(message + str(refused[0].error), stacklevel=2)
         return done
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput]]:
         """Yields ``(index of the prompt, piece)`` as tokens come; a piece holds only new text and token ids.
 
         A refused prompt yields one piece with ``error``; if all are refused the first error is raised. Leaving the
         loop early aborts what is unfinished.
         """
-        items = _as_list(prompts)
-        pieces = self._pieces(items, sampling_params)
-        refused: list[RequestOutput] = []
-        for index, piece in pieces:
-            if piece.error is not None:
-                refused.append(piece)
-                if len(refused) == len(items):
-                    raise piece.error
-            yield index, piece
+        yield from self._pieces(_as_list(prompts), sampling_params)
 
     def chat(
         self,
@@ -233,16 +221,21 @@ class LLM:
 
     # -- plumbing ------------------------------------------------------------------------------------------------
 
-    def _pieces(self, prompts: list[Prompt], params: Any) -> Iterator[tuple[int, RequestOutput]]:
+    def _pieces(self, prompts: list[Prompt], params: Any) -> Generator[tuple[int, RequestOutput]]:
         """Queues the prompts, drives the engine and yields their pieces. Aborts what is left when it is closed."""
         each = _params_for(prompts, params)
         index_of: dict[str, int] = {}
+        refused: dict[int, ValueError] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 try:
                     index_of[self._submit(prompt, one)] = index
                 except ValueError as error:
-                    yield index, _refusal(prompt, error)
+                    refused[index] = error
+            if refused and not index_of:
+                raise refused[0]
+            for index, error in refused.items():
+                yield index, _refusal(prompts[index], error)
             while index_of:
                 for request_id, piece in self._pump(index_of):
                     yield index_of[request_id], piece
@@ -303,9 +296,8 @@ class LLM:
             for request_id in request_ids:
                 self._mail.pop(request_id, None)
                 self.engine.abort(request_id)
-            if not self._mail:
-                while self.engine.has_work:
-                    self.engine.step()
+            while not self._mail and self.engine.has_work:
+                self.engine.step()  # nobody else is there to finish the rounds in flight
 
     def close(self) -> None:
         """Frees the device memory now. Safe to call twice."""

@@ -34,9 +34,9 @@ PROMPTS = [
     "Explain to a ten year old why the sky is blue.",
     "Write a Python function that tells whether a word is a palindrome.",
     "List three things to check before a long bicycle trip.",
-    "A farmer has 17 sheep and buys 8 more, then sells 5. How many are left?",
+    "What is photosynthesis?",
     "Write a short poem about a river in autumn.",
-    "Translate into Spanish: Good morning, where is the train station?",
+    "What is the difference between weather and climate?",
 ]
 
 

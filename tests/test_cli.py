@@ -1,6 +1,5 @@
 """The command line. One engine serves all tests that generate: a script model, whose answers are known."""
 
-import io
 import json
 import os
 import signal
@@ -12,13 +11,12 @@ from typing import Any
 
 import pytest
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from jaxsched import LLM, SamplingParams, __version__, cli
 from jaxsched.answers import JsonPrinter, TextPrinter, answer_all
 from jaxsched.llm import embedded_model
-from jaxsched.prompt_file import Question, questions, read_prompts
+from jaxsched.prompt_file import Question
 from toys import EOS, TOYS, write_script_model, write_toy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,66 +155,6 @@ def test_every_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("text, value", [("none", None), ("None", None), ("0", None), ("64", 64)])
 def test_chunk_size(text: str, value: int | None) -> None:
     assert cli._settings({"prefill_chunk_size": text}, False) == {"prefill_chunk_size": value}
-
-
-# -- prompts ---------------------------------------------------------------------------------------------------------
-
-USER = {"role": "user", "content": "u"}
-SYSTEM = {"role": "system", "content": "s"}
-FILES = {
-    "text": ("a.txt", "eins\n\n  zwei \r\n日本\n", [Question("eins"), Question("  zwei "), Question("日本")]),
-    "byte order mark": ("a.txt", "\ufeffeins", [Question("eins")]),
-    "braces are text": ("a.txt", '{"prompt": "x"}', [Question('{"prompt": "x"}')]),
-    "json": (
-        "a.jsonl",
-        '{"prompt": "é", "id": 7}\n\n{"messages": [{"role": "user", "content": "u"}]}\n',
-        [Question("é"), Question(None, [USER])],
-    ),
-    "line separator": ("a.jsonl", '{"prompt": "a\u2028b"}', [Question("a\u2028b")]),
-    "text on stdin": ("-", "{eins}\nzwei", [Question("{eins}"), Question("zwei")]),
-    "json on stdin": ("-", '{"prompt": "eins"}\n', [Question("eins")]),
-}
-BAD_FILES = {
-    "empty": ("a.txt", b"\n \n", "has no prompts"),
-    "not UTF-8": ("a.txt", b"ab\xff", "not UTF-8 (byte 2)"),
-    "not JSON": ("a.jsonl", b'{"prompt": "a"}\n{', "line 2 is not valid JSON"),
-    "neither": ("a.jsonl", b'{"text": "a"}', "one of"),
-    "both": ("a.jsonl", b'{"prompt": "a", "messages": []}', "one of"),
-    "a list": ("a.jsonl", b"[1]", "one of"),
-    "number": ("a.jsonl", b'{"prompt": 1}', "prompt is 1"),
-    "no messages": ("a.jsonl", b'{"messages": []}', "messages is []"),
-    "setting": ("a.jsonl", b'{"prompt": "a", "max_tokens": 3}', "'max_tokens'"),
-}
-
-
-@pytest.mark.parametrize("name, content, found", FILES.values(), ids=FILES)
-def test_prompt_files(
-    name: str, content: str, found: list[Question], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = content.encode()
-    if name == "-":
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
-    else:
-        name = str(tmp_path / name)
-        Path(name).write_bytes(data)
-    assert read_prompts(name) == found
-
-
-@pytest.mark.parametrize("name, content, said", BAD_FILES.values(), ids=BAD_FILES)
-def test_bad_prompt_files(name: str, content: bytes, said: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match="--prompts-file") as error:
-        read_prompts(str(tmp_path / name))
-    assert said in str(error.value) and str(tmp_path / name) in str(error.value)
-
-
-def test_system_message(tmp_path: Path) -> None:
-    assert questions(["u"], None, True, None) == [Question("u", [USER])]
-    assert questions(["u"], None, True, "s") == [Question("u", [SYSTEM, USER])]
-    own = [{"role": "system", "content": "own"}, USER]
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(json.dumps({"messages": m}) for m in ([USER], own)))
-    assert questions([], str(file), False, "s") == [Question(None, [SYSTEM, USER]), Question(None, own)]
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import pickle
 import time
 from collections import deque
@@ -100,6 +101,7 @@ class Engine:
         self._in_flight: deque[tuple[RoundPlan, RoundHandle]] = deque()
         self._pieces: list[RequestOutput] = []  # new since the last step
         self._count = 0
+        self._broken: BaseException | None = None  # what kept a planned round from being dispatched
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ class Engine:
         Raises ValueError that names what was asked, the limit and the remedy. Nothing is queued then.
         """
         params = SamplingParams() if params is None else params
-        request_id = str(self._count) if request_id is None else request_id
+        request_id = self._unused_id() if request_id is None else request_id
         if request_id in self._requests:
             raise ValueError(
                 f"request id {request_id!r} is already running; use another or wait until it has finished"
@@ -147,11 +149,17 @@ class Engine:
             self.scheduler.add(sequence)
         return request_id
 
+    def _unused_id(self) -> str:
+        number = self._count
+        while str(number) in self._requests:  # a caller has taken it
+            number += 1
+        return str(number)
+
     def _check_prompt(self, prompt_token_ids: Seq[int]) -> list[int]:
         vocab = self.model.vocab_size
         try:
-            ids = [int(i) for i in prompt_token_ids]
-        except (TypeError, ValueError):
+            ids = [operator.index(i) for i in prompt_token_ids]  # int() would take 1.5 and "1"
+        except TypeError:
             raise ValueError(
                 f"prompt_token_ids must be a list of integers, not {prompt_token_ids!r:.80}"
             ) from None
@@ -221,12 +229,17 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do or to report."""
-        return bool(self._pieces or self.scheduler.has_work)
+        return self._broken is None and bool(self._pieces or self.scheduler.has_work)
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Advances by one round. Returns pieces: per request only the new text and token ids."""
+        """Advances by one round. Returns pieces: per request only the new text and token ids.
+
+        Raises RuntimeError after a round could not be dispatched: the device state is lost then.
+        """
+        if self._broken is not None:
+            raise RuntimeError(f"this engine stopped at {self._broken!r}; make a new one") from self._broken
         self._dispatch()
         if self._in_flight:
             self._collect()
@@ -240,15 +253,20 @@ class Engine:
             plan = self.scheduler.plan()
             if plan is None:
                 return
-            handle = self.executor.submit(plan)
+            try:
+                handle = self.executor.submit(plan)
+            except BaseException as error:
+                self._broken = error
+                raise
             self.stats.planned(plan, time.perf_counter() - start, self.scheduler.pool.used)
             self._in_flight.append((plan, handle))
 
     def _collect(self) -> None:
-        """Waits for the oldest round and hands its tokens out."""
-        plan, handle = self._in_flight.popleft()
+        """Waits for the oldest round and hands its tokens out. An interrupt while waiting loses nothing."""
+        plan, handle = self._in_flight[0]
         tokens = handle.tokens()
         start = time.perf_counter()
+        self._in_flight.popleft()
         changed = self.scheduler.commit(plan, tokens)
         self.stats.committed(plan, sum(len(new) for _, new in changed), time.perf_counter() - start)
         for sequence, new in changed:
@@ -304,8 +322,8 @@ class Engine:
                     f"the snapshot is of another {name}: {getattr(snapshot, name)}, this engine has "
                     f"{getattr(self, name)}; restore into an engine with equal settings"
                 )
-        while self._in_flight:
-            self._in_flight.popleft()
+        self._in_flight.clear()
+        self._broken = None
         self.executor.state = jax.device_put(snapshot.state)
         self.scheduler, self._requests, self._pieces, self._count, self.seed = pickle.loads(snapshot.host)
         for request in self._requests.values():

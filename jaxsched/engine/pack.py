@@ -26,6 +26,8 @@ class SamplingRow:
 def pack_updates(plan: RoundPlan, num_slots: int, max_stop_ids: int, max_new_pages: int) -> SlotUpdates:
     """Slot updates of a plan. New arrays each time: the device may still read those of the last round."""
     updates = SlotUpdates.empty(num_slots, max_stop_ids, max_new_pages)
+    for old, new in plan.moves:
+        updates.source[new] = old
     updates.drop[plan.drops] = True
     for slot, sequence in plan.admits:
         row: SamplingRow = sequence.row

@@ -47,6 +47,7 @@ class RoundPlan:
     steps: int = 0  # N
     mixed: list[MixedStep] = dataclasses.field(default_factory=list)  # M of them
     slots: int = 0  # slot bucket: rows 0..slots-1 take part
+    moves: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (old slot, new slot)
     drops: list[int] = dataclasses.field(default_factory=list)  # slots that must stop decoding
     admits: list[tuple[int, Sequence]] = dataclasses.field(default_factory=list)
     pages: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # (slot, index, page)
@@ -61,4 +62,4 @@ class RoundPlan:
     @property
     def changes_slots(self) -> bool:
         """Whether the slot table must be updated before the round."""
-        return bool(self.drops or self.admits or self.pages)
+        return bool(self.moves or self.drops or self.admits or self.pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 
@@ -73,6 +73,7 @@ class Scheduler:
         steps = self._reserve(plan)
         if steps == 0:
             return None
+        self._compact(plan)
         decoding = [s for s in self.running if s.status is Status.DECODE]
         self._plan_mixed(plan, steps)
         for sequence in decoding:
@@ -93,6 +94,22 @@ class Scheduler:
         """
         for sequence in [s for s in self.running if s.status is Status.DECODE and s.left <= 0]:
             self._release(sequence)
+
+    def _compact(self, plan: RoundPlan) -> None:
+        """Moves the highest slots down when nothing waits to fill the gaps, so that a smaller slot bucket will do."""
+        if self.num_waiting or not self.running:
+            return
+        bucket = self.limits.slot_buckets[bisect_left(self.limits.slot_buckets, len(self.running))]
+        for sequence in self.running:
+            if sequence.slot >= bucket:
+                old, new = sequence.slot, heapq.heappop(self._free_slots)
+                heapq.heappush(self._free_slots, old)
+                sequence.slot = new
+                plan.moves.append((old, new))
+                self._drops.discard(new)
+                self._drops.add(old)
+        moved = dict(plan.moves)
+        plan.pages = [(moved.get(slot, slot), index, page) for slot, index, page in plan.pages]
 
     def _reserve(self, plan: RoundPlan) -> int:
         """Pages for the running decodes. Returns N for this round; 0 = wait for the rounds in flight."""

@@ -59,8 +59,9 @@ class Features:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotUpdates:
-    """Changes to the slot table, made before the round's first step: drop, then admit, then new pages."""
+    """Changes to the slot table, made before the round's first step: move, drop, admit, then new pages."""
 
+    source: Int[Array, "S"]  # row s takes over the rows of slot source[s]; source[s] = s leaves it where it is
     drop: Bool[Array, "S"]  # stop decoding here
     admit: Bool[Array, "S"]  # take over the rows below; the slot's prompt will be read by chunks
     tokens_left: Int[Array, "S"]
@@ -77,6 +78,7 @@ class SlotUpdates:
     def empty(num_slots: int, max_stop_ids: int, max_new_pages: int) -> SlotUpdates:
         """No changes, as numpy arrays to be filled in."""
         return SlotUpdates(
+            source=np.arange(num_slots, dtype=np.int32),
             drop=zeros(num_slots, bool),
             admit=zeros(num_slots, bool),
             tokens_left=zeros(num_slots, np.int32),
@@ -151,6 +153,7 @@ class RoundOutputs:
 
 def apply_updates(slots: SlotState, updates: SlotUpdates) -> SlotState:
     """The slot table after the host's changes. Pure."""
+    slots = jax.tree.map(lambda rows: rows[updates.source], slots)
 
     def pick(new: Array, old: Array) -> Array:
         mask = updates.admit.reshape(updates.admit.shape + (1,) * (old.ndim - 1))

@@ -6,7 +6,7 @@ between them. Programs:
 
 * one that changes the slot table,
 * decode: for the full slot table every power of two below N, and N; for each smaller slot bucket 1 and N,
-* mixed: for the full slot table each chunk bucket; for each smaller slot bucket the largest chunk,
+* mixed: for the full slot table each chunk bucket,
 
 each with as many sampling variants as the platform needs. So the number is a sum over buckets, not a product. The
 dispatch executor has only the programs of one step.
@@ -55,14 +55,14 @@ def program_keys(
     variants: tuple[str, ...],
 ) -> list[ProgramKey]:
     """All programs an engine may ever run, see the module's text."""
-    slots, chunk = slot_buckets[-1], chunk_buckets[-1]
+    slots = slot_buckets[-1]
     lengths = (
         [1 << i for i in range(num_steps.bit_length()) if 1 << i < num_steps] + [num_steps] if scan else [1]
     )
     ends = sorted({lengths[0], lengths[-1]})
     sizes = {(steps, 0, slots) for steps in lengths}
     sizes |= {(steps, 0, small) for small in slot_buckets for steps in ends}
-    sizes |= {(1, c, slots) for c in chunk_buckets} | {(1, chunk, small) for small in slot_buckets}
+    sizes |= {(1, chunk, slots) for chunk in chunk_buckets}
     return [UPDATE, *sorted(ProgramKey(*size, variant) for size in sizes for variant in variants)]
 
 
@@ -99,8 +99,13 @@ class Programs:
             self._compiled[key] = _lower(key, model, params, state, max_new_pages).compile()
 
         with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
-            for done in [pool.submit(build, key) for key in sorted(self.keys, key=lambda k: -k.rows)]:
-                done.result()
+            jobs = [pool.submit(build, key) for key in sorted(self.keys, key=lambda k: -k.rows)]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def update(self, state: EngineState, updates: SlotUpdates) -> EngineState:
         """The state after the host's changes to the slot table."""

@@ -31,8 +31,8 @@ def random_sequence(rng, name, limits):
     if rng.random() < 0.6:
         prompt = min(prompt, rng.randint(1, 12))
     room = limits.max_model_len - prompt
-    tokens = room if rng.random() < 0.2 else rng.randint(1, min(room, 20))
-    stop = [rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 1, 4]))]
+    tokens = room if rng.random() < 0.2 else rng.randint(1, min(room, 40))
+    stop = [rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 0, 1, 4]))]
     return make_sequence(name, prompt, tokens, stop, greedy=rng.random() < 0.5)
 
 
@@ -63,7 +63,7 @@ def simulate(seed):
     rng = random.Random(seed)
     limits = random_limits(rng)
     loop = Loop(limits, run_ahead=rng.choice([0, 0, 1, 2]))
-    scheduler, pending = loop.scheduler, rng.randint(1, 25)
+    scheduler, pending = loop.scheduler, rng.randint(1, 40)
     abort_rate = rng.choice([0, 0, 0.1, 0.5])
     everything, given_up = [], {}
     for _ in range(4000):
@@ -103,8 +103,8 @@ def simulate(seed):
 
 @pytest.mark.parametrize("block", range(8))
 def test_random_traffic(block):
-    totals = [simulate(seed) for seed in range(block * 40, block * 40 + 40)]
-    assert sum(p for p, _ in totals) > 50 and sum(a for _, a in totals) > 10, "the traffic is too tame"
+    totals = [simulate(seed) for seed in range(block * 100, block * 100 + 100)]
+    assert sum(p for p, _ in totals) > 100 and sum(a for _, a in totals) > 100, "the traffic is too tame"
 
 
 @pytest.mark.slow

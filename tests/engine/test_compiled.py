@@ -1,0 +1,141 @@
+"""O6: after warm-up nothing compiles or traces. O7: the compiled programs update the KV cache in place."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from harness import drain, make_engine, random_prompt
+from jaxsched import SamplingParams
+from jaxsched.step.programs import UPDATE, ProgramKey, Programs, program_keys
+
+COMPILE_EVENTS = "/jax/core/compile"  # tracing, lowering and compiling each report a duration under this name
+
+
+class CompileCounter:
+    def __init__(self):
+        self.events = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event, duration, **_):
+        if event.startswith(COMPILE_EVENTS):
+            self.events.append(event)
+
+    def close(self):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+@pytest.fixture
+def compiles():
+    counter = CompileCounter()
+    yield counter.events
+    counter.close()
+
+
+def test_the_counter_counts(compiles):
+    jax.jit(lambda x: x + 41)(1.0)
+    assert len(compiles) >= 3
+
+
+def mixed_traffic(engine, seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(40):
+        if rng.random() < 0.5:
+            params = SamplingParams(
+                temperature=float(rng.choice([0, 1])),
+                top_k=int(rng.integers(0, 9)),
+                top_p=float(rng.choice([1, 0.5])),
+                max_tokens=int(rng.integers(0, 30)),
+                stop_token_ids=rng.integers(0, 255, rng.integers(0, 5)).tolist(),
+            )
+            engine.add_request(random_prompt(rng, int(rng.integers(1, 90))), params)
+        if rng.random() < 0.1 and engine._requests:
+            engine.abort(str(rng.choice(list(engine._requests))))
+        engine.step()
+    drain(engine)
+
+
+@pytest.mark.parametrize("settings", [{"num_pages": 17}, {"executor": "dispatch", "run_ahead": 2}], ids=str)
+def test_nothing_compiles_after_warm_up(toy, compiles, settings):
+    """Making the engine is the warm-up: the first request compiles nothing either."""
+    engine = make_engine(toy("base"), **settings)
+    compiles.clear()
+    with jax.no_tracing():
+        mixed_traffic(engine, 0)
+    assert compiles == []
+    stats = engine.stats
+    assert stats.mixed_steps and stats.steps > stats.mixed_steps and stats.generation_tokens > 100
+    assert stats.preemptions or engine.resolved.limits.num_pages > 17
+
+
+def test_every_round_finds_its_programs():
+    """Any round that a scheduler can plan is cut into compiled segments that hold it."""
+    rng = np.random.default_rng(0)
+    for scan in (True, False):
+        for n, slots, chunks in ((8, (4, 16, 64), (16, 64, 256)), (1, (1,), (16,)), (6, (2, 8), (20, 80))):
+            keys = program_keys(
+                num_steps=n, slot_buckets=slots, chunk_buckets=chunks, scan=scan, variants=("full", "greedy")
+            )
+            assert len(set(keys)) == len(keys)
+            programs = Programs(keys)
+            for _ in range(200):
+                steps = int(rng.integers(1, n + 1))
+                sizes = rng.integers(1, chunks[-1] + 1, rng.integers(0, steps + 1)).tolist()
+                rows, sampling = int(rng.choice(slots)), str(rng.choice(["full", "greedy"]))
+                at = 0
+                for segment in programs.segments(sizes, steps, rows, sampling):
+                    key = segment.key
+                    assert key in keys and key.sampling == sampling and key.slots >= rows
+                    assert segment.first == at and (scan or key.steps == 1)
+                    inside = sizes[at : at + key.steps]
+                    assert max(inside, default=0) <= key.chunk_tokens
+                    assert len(inside) in (0, key.steps) and bool(inside) == bool(key.chunk_tokens)
+                    at += key.steps
+                assert at == steps
+
+
+def test_the_number_of_programs_is_a_sum(toy):
+    keys = program_keys(
+        num_steps=8, slot_buckets=(4, 16, 64), chunk_buckets=(16, 64, 256), scan=True, variants=("auto",)
+    )
+    assert len(keys) <= 20
+    keys = program_keys(
+        num_steps=8, slot_buckets=(4, 16, 64), chunk_buckets=(16, 64, 256), scan=False, variants=("auto",)
+    )
+    assert keys[0] == UPDATE and all(k.steps <= 1 for k in keys) and len(keys) <= 10
+
+
+@pytest.fixture(scope="module")
+def big_pool(toy):
+    """A toy with a pool far larger than anything else it computes: 4 MiB a layer and side, against 0.7 MiB of weights."""
+    jax.config.update("jax_enable_compilation_cache", False)  # a program out of the cache has no memory analysis
+    try:
+        engine = make_engine(toy("base"), max_num_seqs=8, num_pages=4096, max_model_len=64, page_size=8)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    return engine
+
+
+KEYS = [
+    ProgramKey(4, 0, 8, "auto"),
+    ProgramKey(1, 0, 8, "auto"),
+    ProgramKey(4, 32, 8, "auto"),
+    ProgramKey(1, 32, 8, "auto"),
+    UPDATE,
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda k: f"N{k.steps}-C{k.chunk_tokens}")
+def test_the_kv_cache_is_updated_in_place(big_pool, key):
+    compiled = big_pool.executor.programs._compiled[key]
+    pages = [*big_pool.executor.state.k_pages, *big_pool.executor.state.v_pages]
+    kv_bytes = sum(p.nbytes for p in pages)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= kv_bytes
+    assert memory.temp_size_in_bytes < pages[0].nbytes / 2, "room for a copy of one layer's pages"
+    shape = re.escape("f32[" + ",".join(map(str, pages[0].shape)) + "]")
+    text = compiled.as_text()
+    assert re.search(shape, text), "the shape is spelt in another way"
+    copies = re.findall(rf"^.*= {shape}\S* copy(?:-start)?\(.*$", text, re.MULTILINE)
+    assert not copies, copies
