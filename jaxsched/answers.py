@@ -8,8 +8,8 @@ import io
 import json
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -155,20 +155,18 @@ def _advance(
             index_of.append(index)
     if not prompts:
         return
-    stream = cast("Generator[tuple[int, RequestOutput]]", llm.stream(prompts, params))
-    with _interruptible() as interrupted, contextlib.closing(stream) as pieces:
+    with _interruptible() as interrupted, contextlib.closing(llm.stream(prompts, params)) as pieces:
         try:
             for position, piece in pieces:
                 answers[index_of[position]].add(piece)
                 yield index_of[position], piece.outputs[0].text
                 if interrupted():
                     raise KeyboardInterrupt
-        except ValueError as error:  # raised instead of the last refusal when all are refused
-            unanswered = [index for index in index_of if not answers[index].done]
-            if len(unanswered) != 1 or any(answers[index].error is None for index in index_of[:-1]):
+        except ValueError as error:
+            if len(index_of) != 1:
                 raise
-            answers[unanswered[0]].error = error
-            yield unanswered[0], ""
+            answers[index_of[0]].error = error  # a refusal is raised when the prompt is the only one
+            yield index_of[0], ""
 
 
 @contextlib.contextmanager

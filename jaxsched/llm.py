@@ -161,6 +161,8 @@ class LLM:
         assert len(done) == len(items), "a request got lost"
         refused = [output for output in done if output.error is not None]
         if refused:
+            if len(refused) == len(done) and refused[0].error is not None:
+                raise refused[0].error
             message = f"{len(refused)} of {len(done)} prompts were refused; see .error of their outputs; first: "
             warnings.warn(message + str(refused[0].error), stacklevel=2)
         return done
@@ -172,10 +174,14 @@ class LLM:
     ) -> Generator[tuple[int, RequestOutput]]:
         """Yields ``(index of the prompt, piece)`` as tokens come; a piece holds only new text and token ids.
 
-        A refused prompt yields one piece with ``error``; if all are refused the first error is raised. Leaving the
+        A refused prompt yields one piece with ``error``; if it is the only prompt, the error is raised. Leaving the
         loop early aborts what is unfinished.
         """
-        yield from self._pieces(_as_list(prompts), sampling_params)
+        items = _as_list(prompts)
+        for index, piece in self._pieces(items, sampling_params):
+            if piece.error is not None and len(items) == 1:
+                raise piece.error
+            yield index, piece
 
     def chat(
         self,
@@ -232,10 +238,8 @@ class LLM:
                     index_of[self._submit(prompt, one)] = index
                 except ValueError as error:
                     refused[index] = error
-            if refused and not index_of:
-                raise refused[0]
-            for index, error in refused.items():
-                yield index, _refusal(prompts[index], error)
+            for index, reason in refused.items():
+                yield index, _refusal(prompts[index], reason)
             while index_of:
                 for request_id, piece in self._pump(index_of):
                     yield index_of[request_id], piece

@@ -16,6 +16,7 @@ from .state import NO_TOKEN, EngineState, SamplingRows, SlotState
 zeros: Any = np.zeros
 ones: Any = np.ones
 full: Any = np.full
+arange: Any = np.arange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class SlotUpdates:
     def empty(num_slots: int, max_stop_ids: int, max_new_pages: int) -> SlotUpdates:
         """No changes, as numpy arrays to be filled in."""
         return SlotUpdates(
-            source=np.arange(num_slots, dtype=np.int32),
+            source=arange(num_slots, dtype=np.int32),
             drop=zeros(num_slots, bool),
             admit=zeros(num_slots, bool),
             tokens_left=zeros(num_slots, np.int32),
