@@ -12,14 +12,15 @@ from jaxsched.schedule import Limits
 
 CPU_KV_BYTES = 1 << 30  # default size of the KV pool on a CPU: room for the model and the user's other work
 GPU_RESERVE_BYTES = 512 << 20  # left free on a GPU for temporaries of the compiled programs
+CHUNK = 256  # default chunk, tokens
 MIN_CHUNK = 16  # smallest chunk bucket, tokens
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXECUTORS = ("auto", "scan", "dispatch")
 
 
-def _positive(name: str, value: int | None, low: int = 1, remedy: str = "") -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {low}{remedy}")
+def _at_least(low: int, name: str, value: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {low}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True  # False: each prompt is read whole in one step
     seed: int = 0  # seeds of requests that bring none are drawn from it
     num_scheduler_steps: int = 8  # N, steps per round
-    prefill_chunk_size: int | None = 256  # C, prompt tokens per mixed step; None = whole prompts
+    prefill_chunk_size: int | None = CHUNK  # C, prompt tokens per mixed step; None = whole prompts
     page_size: int = 16  # Z, tokens per KV page
     num_pages: int | None = None  # P; None = what fits in memory
     executor: str = "auto"  # "scan": a round is a few programs; "dispatch": one program per step; auto: scan
@@ -48,17 +49,25 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor is {self.executor!r}; it must be one of {', '.join(EXECUTORS)}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "num_scheduler_steps",
-                     "prefill_chunk_size", "page_size", "max_stop_ids"):  # fmt: skip
-            _positive(name, getattr(self, name))
-        _positive("run_ahead", self.run_ahead, 0)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "prefill_chunk_size"):
+            if getattr(self, name) is not None:
+                _at_least(1, name, getattr(self, name))
+        for name in ("num_scheduler_steps", "page_size", "max_stop_ids"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(0, "run_ahead", self.run_ahead)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer")
         if not isinstance(self.enable_chunked_prefill, bool):
             raise ValueError(
                 f"enable_chunked_prefill is {self.enable_chunked_prefill!r}; it must be True or False"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not self.enable_chunked_prefill and self.prefill_chunk_size not in (None, CHUNK):
+            raise ValueError(
+                f"prefill_chunk_size is {self.prefill_chunk_size}, but enable_chunked_prefill is False, so prompts are "
+                "read whole; leave one of the two out"
+            )
+        number = isinstance(self.gpu_memory_utilization, int | float)
+        if not number or isinstance(self.gpu_memory_utilization, bool) or not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be in (0, 1]"
             )

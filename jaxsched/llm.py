@@ -8,6 +8,7 @@ import importlib.util
 import os
 import threading
 import warnings
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ class LLM:
         dtype = config.resolve_dtype(self.model_config, platform)
         if platform == "cpu" and dtype != "float32":
             warnings.warn(f"dtype {dtype} is slower than float32 on a CPU", stacklevel=2)
+        if platform == "cpu" and "gpu_memory_utilization" in settings:
+            warnings.warn("gpu_memory_utilization does nothing on a CPU; num_pages sets the pool", stacklevel=2)
         config.resolve(
             self.model_config, platform, 1 << 62
         )  # refuse impossible settings before reading weights
@@ -113,6 +116,7 @@ class LLM:
         )
         self._lock = threading.Lock()
         self._mail: dict[str, list[RequestOutput]] = {}  # pieces by request, until their reader fetches them
+        self._abandoned: deque[str] = deque()  # requests whose reader has gone, to be aborted
         self._closed = False
 
     # -- generating ----------------------------------------------------------------------------------------------
@@ -251,12 +255,15 @@ class LLM:
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> str:
         text, ids = self._tokenize(prompt)
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("this LLM is closed; make a new one")
-            request_id = self.engine.add_request(ids, params, prompt=text)
-            self._mail[request_id] = []
-            return request_id
+        try:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("this LLM is closed; make a new one")
+                request_id = self.engine.add_request(ids, params, prompt=text)
+                self._mail[request_id] = []
+                return request_id
+        finally:
+            self._abort_abandoned()
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         text: Any = prompt
@@ -277,31 +284,48 @@ class LLM:
 
     def _pump(self, mine: Mapping[str, int]) -> list[tuple[str, RequestOutput]]:
         """One engine step, unless another caller's step has already brought something for us."""
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("this LLM was closed while requests were running")
-            if not any(self._mail[request_id] for request_id in mine):
-                for piece in self.engine.step():
-                    box = self._mail.get(piece.request_id)
-                    if box is not None:
-                        box.append(piece)
-            pieces = []
-            for request_id in mine:
-                pieces += [(request_id, piece) for piece in self._mail[request_id]]
-                self._mail[request_id] = []
-            for request_id, piece in pieces:
-                if piece.finished:
-                    del self._mail[request_id]
-            return pieces
+        try:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("this LLM was closed while requests were running")
+                if not any(self._mail[request_id] for request_id in mine):
+                    for piece in self.engine.step():
+                        box = self._mail.get(piece.request_id)
+                        if box is not None:
+                            box.append(piece)
+                pieces = []
+                for request_id in mine:
+                    pieces += [(request_id, piece) for piece in self._mail[request_id]]
+                    self._mail[request_id] = []
+                for request_id, piece in pieces:
+                    if piece.finished:
+                        del self._mail[request_id]
+                return pieces
+        finally:
+            self._abort_abandoned()
 
     def _abandon(self, request_ids: list[str]) -> None:
-        """Aborts requests nobody reads any more and lets the rounds in flight finish."""
-        with self._lock:
-            for request_id in request_ids:
-                self._mail.pop(request_id, None)
-                self.engine.abort(request_id)
-            while not self._mail and self.engine.has_work:
-                self.engine.step()  # nobody else is there to finish the rounds in flight
+        """Aborts requests nobody reads any more.
+
+        Never waits for the lock: the garbage collector may end a stream in any thread at any moment, also in the one
+        that holds the lock. Whoever holds it then does the work when it lets go.
+        """
+        self._abandoned.extend(request_ids)
+        self._abort_abandoned()
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned and self._lock.acquire(blocking=False):
+            try:
+                while self._abandoned and not self._closed:
+                    request_id = self._abandoned.popleft()
+                    self._mail.pop(request_id, None)
+                    self.engine.abort(request_id)
+                while not self._mail and not self._closed and self.engine.has_work:
+                    self.engine.step()  # nobody else is there to finish the rounds in flight
+                if self._closed:
+                    self._abandoned.clear()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Frees the device memory now. Safe to call twice."""
@@ -322,9 +346,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     items: list[Any] = list(prompts)
-    if items and all(hasattr(item, "__index__") for item in items):
+    if items and all(_is_token_id(item) for item in items):
         return [items]
     return items
+
+
+def _is_token_id(item: Any) -> bool:
+    """Whether it is one number: arrays have ``__index__`` whatever their shape."""
+    return hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0
 
 
 def _params_for(prompts: list[Prompt], params: Any) -> list[SamplingParams]:

@@ -63,7 +63,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             put("max_tokens", _integer("max_tokens", self.max_tokens, 0))
         try:
-            ids = tuple(self.stop_token_ids or ())
+            ids = () if self.stop_token_ids is None else tuple(self.stop_token_ids)
         except TypeError:
             raise ValueError(
                 f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids"

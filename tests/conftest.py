@@ -9,6 +9,12 @@ import pytest
 # Before jax is imported anywhere. Compiling is most of the suite's time; the second run finds nearly all of it here.
 os.environ.setdefault("JAXSCHED_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".jax_cache"))
 
+from jaxtyping import install_import_hook
+
+# Shapes and dtypes in the signatures of device functions are checked here and nowhere else.
+DEVICE_CODE = ["jaxsched.step.round", "jaxsched.models.decoder", "jaxsched.pallas_kernels"]
+install_import_hook(DEVICE_CODE, "beartype.beartype").__enter__()
+
 from harness import Model, load
 from jaxsched.llm import use_compilation_cache
 from toys import TOYS, write_script_model, write_toy

@@ -1,6 +1,7 @@
 """A device made of Python lists, for tests of the scheduler. It does what the step functions do with a plan, and
 checks every read and every write. Imports no jax."""
 
+import copy
 import itertools
 import zlib
 from collections import deque
@@ -68,6 +69,10 @@ class FakeDevice:
 
     def run(self, plan: RoundPlan) -> list[list[int]]:
         """The round's tokens, ``[slot][step]``."""
+        before = list(self.slots)
+        for old, new in plan.moves:
+            self.slots[new] = copy.copy(before[old])
+            self.slots[new].table = dict(before[old].table)
         for slot in plan.drops:
             self.slots[slot].live = False
         for slot, sequence in plan.admits:
@@ -85,10 +90,10 @@ class FakeDevice:
     def _step(self, step, pieces, bucket, table):
         assert not any(row.live for row in self.slots[bucket:]), "a live slot is outside the slot bucket"
         samples = []
-        for row in self.slots[:bucket]:
+        for slot, row in enumerate(self.slots[:bucket]):
             if row.live:
                 self._write(row, row.context)
-                samples.append(row)
+                samples.append((slot, row))
         for piece in pieces:
             row = self.slots[piece.slot]
             assert piece.slot < bucket and row.sequence is piece.sequence and not row.live
@@ -99,15 +104,15 @@ class FakeDevice:
             if piece.ends:
                 known = len(row.sequence.prompt) + row.position
                 assert row.context == known, "the prompt ends before or after its end"
-                samples.append(row)
-        for row in samples:
+                samples.append((piece.slot, row))
+        for slot, row in samples:
             row.context += row.live
             self._read(row)
             token = answer(row.sequence.id, row.position)
             row.position += 1
             row.left -= 1
             row.live = row.left > 0 and token not in row.sequence.stop_ids
-            table[self.slots.index(row)][step] = token
+            table[slot][step] = token
 
     def _cell(self, row, position):
         index, offset = divmod(position, self.limits.page_size)

@@ -322,6 +322,12 @@ class Engine:
                     f"the snapshot is of another {name}: {getattr(snapshot, name)}, this engine has "
                     f"{getattr(self, name)}; restore into an engine with equal settings"
                 )
+        stop_ids = snapshot.state.slots.stop_ids.shape[1]
+        if stop_ids != self.max_stop_ids:
+            raise ValueError(
+                f"the snapshot is of max_stop_ids {stop_ids}, this engine has {self.max_stop_ids}; restore into an "
+                "engine with equal settings"
+            )
         self._in_flight.clear()
         self._broken = None
         self.executor.state = jax.device_put(snapshot.state)

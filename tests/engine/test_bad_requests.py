@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from harness import GREEDY, assert_idle, drain, make_engine, oracle, run_all
+from harness import GREEDY, assert_idle, collect, drain, make_engine, oracle, run_all
 from jaxsched import SamplingParams
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
@@ -69,15 +69,15 @@ def test_neighbours_of_bad_requests_finish(engine, toy):
     good = [([i, 2, 3], GREEDY if i % 2 else SAMPLED) for i in range(6)]
     fresh = run_all(make_engine(model, num_pages=10), good)
     mixed = make_engine(model, num_pages=10)
-    ids, bad = [], list(BAD.values())
+    ids, results, bad = [], {}, list(BAD.values())
     for request in good:
         for prompt, changes, _ in bad[:3]:
             with pytest.raises(ValueError):
                 mixed.add_request(prompt, dataclasses.replace(GREEDY, **changes))
         bad = bad[3:] or bad
         ids.append(mixed.add_request(*request))
-        mixed.step()
-    results = drain(mixed)
+        collect(mixed, results)
+    drain(mixed, results)
     assert [results[i].ids for i in ids] == [r.ids for r in fresh]
     assert fresh[1].ids == oracle(model, *good[1])[0]
     assert_idle(mixed)

@@ -18,13 +18,13 @@ def test_aborts_at_random_moments(toy, run_ahead, pages):
     engine = make_engine(model, run_ahead=run_ahead, num_pages=pages)
     rng, numbers = random.Random(run_ahead), np.random.default_rng(run_ahead)
     requests, results, aborted = {}, {}, set()
-    for _ in range(60):
-        if rng.random() < 0.6:
+    for _ in range(120):
+        if rng.random() < 0.5:
             prompt = random_prompt(numbers, rng.randint(1, 60))
             params = SamplingParams(temperature=rng.choice([0, 1.0]), seed=rng.getrandbits(60), max_tokens=rng.randint(1, 25))
             requests[engine.add_request(prompt, params)] = (prompt, params)
         if requests and rng.random() < 0.4:
-            victim = rng.choice(list(requests))
+            victim = rng.choice(list(requests)[-8:])
             if results.get(victim, Result()).finish_reason is None and victim in engine._requests:
                 aborted.add(victim)
             engine.abort(victim)

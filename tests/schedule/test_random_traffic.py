@@ -42,6 +42,9 @@ def check_plan(loop, plan, running_before, limits):
     assert all(0 < step.tokens <= limits.chunk_tokens for step in plan.mixed)
     assert len(plan.pages) <= limits.max_new_pages
     assert plan.slots in limits.slot_buckets and len(plan.entries) <= limits.num_slots
+    if not scheduler.num_waiting and not plan.admits:
+        need = max(1, len(scheduler.running))
+        assert plan.slots == min(b for b in limits.slot_buckets if b >= need), "a smaller bucket would do"
     entered = {e.sequence for e in plan.entries}
     for sequence, status in running_before.items():
         if status is Status.DECODE and sequence.status is Status.DECODE and sequence.slot >= 0:
@@ -60,6 +63,7 @@ def check_plan(loop, plan, running_before, limits):
 
 
 def simulate(seed):
+    """Returns how many preemptions, aborts and slot moves there were."""
     rng = random.Random(seed)
     limits = random_limits(rng)
     loop = Loop(limits, run_ahead=rng.choice([0, 0, 1, 2]))
@@ -98,13 +102,14 @@ def simulate(seed):
             assert sequence.output == want
             stopped = want[-1] in sequence.stop_ids
             assert sequence.finish is (Finish.STOP if stopped else Finish.LENGTH)
-    return scheduler.num_preemptions, len(given_up)
+    return scheduler.num_preemptions, len(given_up), sum(len(plan.moves) for plan in loop.plans)
 
 
 @pytest.mark.parametrize("block", range(8))
 def test_random_traffic(block):
     totals = [simulate(seed) for seed in range(block * 100, block * 100 + 100)]
-    assert sum(p for p, _ in totals) > 100 and sum(a for _, a in totals) > 100, "the traffic is too tame"
+    preemptions, aborts, moves = (sum(column) for column in zip(*totals, strict=True))
+    assert preemptions > 100 and aborts > 100 and moves > 20, "the traffic is too tame"
 
 
 @pytest.mark.slow

@@ -110,6 +110,30 @@ def test_a_round_is_no_longer_than_someone_can_use():
     assert (plan.steps, entries(plan)) == (5, {"a": 2, "b": 5})
 
 
+def test_slots_move_down_when_nothing_waits():
+    """When the sequences in low slots have ended, those above them move so that a smaller bucket is enough."""
+    loop = loop_of(num_slots=8, slot_buckets=(2, 4, 8), num_steps=4, num_pages=200)
+    lengths = [3, 40, 3, 3, 3, 3, 20, 3]
+    sequences = [make_sequence(i, 4, n) for i, n in enumerate(lengths)]
+    loop.add(*sequences)
+    assert loop.plan().slots == 8
+    loop.commit()
+    plan = loop.plan()
+    assert (plan.moves, plan.slots, plan.drops) == ([(6, 0)], 2, [6])
+    assert {e.sequence.id: e.slot for e in plan.entries} == {"1": 1, "6": 0}
+    loop.finish()
+    assert [s.output for s in sequences] == [expected_output(s) for s in sequences]
+    assert not any(plan.moves for plan in loop.plans[2:])
+
+
+def test_slots_do_not_move_while_someone_waits_for_them():
+    loop = loop_of(num_slots=4, slot_buckets=(1, 4), num_steps=4, num_pages=20, page_size=4)
+    loop.add(make_sequence("a", 4, 3), make_sequence("b", 4, 30), make_sequence("big", 60, 20))
+    loop.step()
+    assert loop.scheduler.num_waiting == 1
+    assert loop.plan().moves == []
+
+
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_round_is_greedy_when_all_of_it_is(greedy):
     loop = loop_of()
@@ -283,7 +307,7 @@ def test_tokens_in_flight_of_an_aborted_sequence_are_dropped(run_ahead):
 
 
 def test_an_aborted_slot_is_told_to_stop():
-    loop = loop_of()
+    loop = loop_of(slot_buckets=(4,))
     first, second = make_sequence("first", 4, 30), make_sequence("second", 4, 30)
     loop.add(first, second)
     loop.step()

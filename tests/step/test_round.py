@@ -177,6 +177,18 @@ def test_rows_behind_the_slot_bucket_stand_still(model):
     assert np.asarray(state.slots.output_pos).tolist() == [9, 0, 5, 0]
 
 
+def test_a_slot_moves(model):
+    """Slot 2 goes on in slot 1 as if nothing had happened; what slot 1 was is forgotten, slot 2 is dropped."""
+    _, state, tokens, _ = play(model, max_tokens=(1, 20, 20))
+    inputs = RoundInputs.empty(state)
+    inputs.updates.source[1], inputs.updates.drop[2] = 2, True
+    state = update_slots(state, inputs.updates)
+    state, more = decode_steps(model.graph, model.params, state, steps=3, slots=2)
+    want, _ = oracle(model, PROMPTS[2], dataclasses.replace(GREEDY, max_tokens=8))
+    assert [*tokens[1:, 2].tolist(), *np.asarray(more)[:, 1].tolist()] == want
+    assert np.asarray(state.slots.live).tolist() == [False, True, False, False]
+
+
 def test_drop_then_admit(model):
     """Slot 0 is dropped, slot 2 is taken over: what they were does not show any more."""
     _, state, _, _ = play(model)
@@ -284,22 +296,20 @@ def test_unknown_features():
 
 
 def test_the_example_of_the_readme(model):
-    """Prefill and decode by hand, in two chunks of one slot: what README shows to researchers."""
+    """One request on two slots, by hand: a mixed step and seven decode steps in one round, then five more."""
     prompt = PROMPTS[2]
-    state = init_state(model.config, num_slots=1, num_pages=16, page_size=4)
-    inputs = RoundInputs.empty(state, mixed_steps=2, chunk_tokens=5)
+    n = len(prompt)
+    state = init_state(model.config, num_slots=2, num_pages=32, page_size=16, pages_per_seq=8)
+    inputs = RoundInputs.empty(state, mixed_steps=1, chunk_tokens=16, max_new_pages=4)
     updates, chunks = inputs.updates, inputs.chunks
-    updates.admit[0], updates.tokens_left[0] = True, 8
-    updates.page_slot[:5], updates.page_index[:5], updates.page_id[:5] = 0, range(5), range(5)
-    for step, part in enumerate((prompt[:5], prompt[5:])):
-        chunks.tokens[step, : len(part)] = part
-        chunks.positions[step, : len(part)] = 5 * step + np.arange(len(part))
-        chunks.slots[step, : len(part)] = 0
-    chunks.end_row[1, 0] = 3
-    state = update_slots(state, updates)
-    state, first = prefill_chunk(model.graph, model.params, state, chunks, slots=1)
-    state, rest = decode_steps(model.graph, model.params, state, steps=7, slots=1)
-    tokens = np.concatenate((first, rest))[:, 0]
-    assert tokens[0] == NO_TOKEN
-    want, _ = oracle(model, prompt, dataclasses.replace(GREEDY, max_tokens=8))
-    assert tokens[1:].tolist() == want
+    updates.admit[0], updates.tokens_left[0] = True, 20
+    updates.page_slot[:], updates.page_index[:], updates.page_id[:] = 0, range(4), range(4)
+    chunks.tokens[0, :n], chunks.positions[0, :n], chunks.slots[0, :n] = prompt, range(n), 0
+    chunks.end_row[0, 0] = n - 1
+    shape = RoundShape(steps=8, mixed_steps=1, chunk_tokens=16, slots=2)
+    state, outputs = run_round(model.graph, model.params, state, inputs, shape=shape)
+    state, more = decode_steps(model.graph, model.params, state, steps=12, slots=2)
+    tokens = np.concatenate((outputs.tokens, more))
+    want, _ = oracle(model, prompt, dataclasses.replace(GREEDY, max_tokens=20))
+    assert tokens[:, 0].tolist() == want
+    assert (tokens[:, 1] == NO_TOKEN).all() and int(state.slots.finish[0]) == FINISH_LENGTH
