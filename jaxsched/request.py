@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 
-def _number(name: str, value: Any, low: float, high: float, remedy: str = "") -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) <= high:
-        bound = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite number of at least {low:g}"
+def _number(
+    name: str, value: Any, low: float, high: float, remedy: str = "", *, positive: bool = False
+) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, numbers.Real)
+        or not low <= float(value) <= high
+        or (positive and value == 0)
+    ):
+        bound = (
+            f"in {'(' if positive else '['}{low:g}, {high:g}]"
+            if math.isfinite(high)
+            else f"a finite number of at least {low:g}"
+        )
         raise ValueError(f"{name} is {value!r}; it must be {bound}{remedy}")
     if math.isinf(float(value)):
         raise ValueError(f"{name} is {value!r}; it must be finite{remedy}")
@@ -25,6 +39,15 @@ def _integer(name: str, value: Any, low: int, high: int | None = None, remedy: s
     return int(value)
 
 
+def refuse_unknown(owner: str, given: Iterable[str], known: list[str]) -> None:
+    """Raises TypeError for a name that is not known, with the nearest known one or all of them."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise TypeError(f"{owner} has no argument {name!r}; {hint}")
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends.
@@ -36,9 +59,7 @@ class SamplingParams:
     top_k: int = 0  # keep the k best tokens; 0 or -1 = off; more than the vocabulary = off
     top_p: float = 1.0  # in (0, 1]; keep the smallest set of best tokens with this probability
     min_p: float = 0.0  # in [0, 1]; keep tokens at least this likely relative to the best
-    seed: int | None = (
-        None  # any 64-bit integer; equal seeds give equal tokens; None = drawn from the engine's seed
-    )
+    seed: int | None = None  # 64 bits; equal seeds give equal tokens; None = drawn from the engine's seed
     max_tokens: int | None = 16  # tokens to generate; None = as many as the context allows; 0 = none
     stop_token_ids: tuple[int, ...] = ()  # sampling one of these ends the request; it stays in the output
     ignore_eos: bool = False  # do not end at the model's end-of-sequence tokens
@@ -54,9 +75,8 @@ class SamplingParams:
             "top_k",
             0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, remedy="; 0 or -1 turns it off"),
         )
-        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, "; for the most likely token use temperature=0"))
-        if self.top_p == 0:
-            raise ValueError("top_p is 0; it must be in (0, 1]; for the most likely token use temperature=0")
+        greedy = "; 1 turns it off, and for the most likely token use temperature=0"
+        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, greedy, positive=True))
         put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
         if self.seed is not None:
             put("seed", _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1))
@@ -77,6 +97,22 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is taken each time."""
         return self.temperature < 1e-5
+
+
+def _with_hints(cls: type) -> None:
+    """Lets the constructor of a dataclass refuse unknown names helpfully."""
+    original: Any = cls.__init__  # type: ignore[misc]
+    known = [field.name for field in dataclasses.fields(cls)]
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_unknown(cls.__name__, kwargs, known)
+        original(self, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[misc]
+
+
+_with_hints(SamplingParams)
 
 
 @dataclasses.dataclass

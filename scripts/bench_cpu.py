@@ -186,7 +186,7 @@ def main() -> None:
         sys.exit(
             "bench_cpu: --reference-python is missing; see the top of scripts/make_goldens.py for how to make it"
         )
-    from jaxsched.llm import default_model
+    from jaxsched.startup import default_model
     from jaxsched.text import load_tokenizer
 
     model = default_model()

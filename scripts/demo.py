@@ -125,7 +125,7 @@ def main() -> None:
             shown = text.strip() if output.error is None else f"refused: {output.error}"
             cut = " [...]" if output.outputs[0].finish_reason == "length" else ""
             print(f"\n>>> {_shortened(prompt)}\n{shown}{cut}")
-        cold = f"cold cache: {new_entries} programs compiled" if new_entries else "warm cache"
+        cold = "cold cache" if new_entries else "warm cache"
         print()
         _print_table(
             [

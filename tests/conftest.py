@@ -16,7 +16,7 @@ DEVICE_CODE = ["jaxsched.step.round", "jaxsched.models.decoder", "jaxsched.palla
 install_import_hook(DEVICE_CODE, "beartype.beartype").__enter__()
 
 from harness import Model, load
-from jaxsched.llm import use_compilation_cache
+from jaxsched.startup import use_compilation_cache
 from toys import TOYS, write_script_model, write_toy
 
 use_compilation_cache()

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 from jaxsched import LLM, SamplingParams, __version__, cli
 from jaxsched.answers import JsonPrinter, TextPrinter, answer_all
-from jaxsched.llm import embedded_model
 from jaxsched.prompt_file import Question
+from jaxsched.startup import embedded_model
 from toys import EOS, TOYS, write_script_model, write_toy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,7 +128,7 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_missing_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxsched.llm.embedded_model", lambda: None)
+    monkeypatch.setattr("jaxsched.startup.embedded_model", lambda: None)
     for result in (generate("--prompt", "a"), invoke("info")):
         assert result.exit_code == 2 and "pip install" in result.stderr and "--model" in result.stderr
 

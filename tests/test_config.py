@@ -14,6 +14,7 @@ from jaxsched import LLM, EngineConfig, SamplingParams
 from jaxsched.config import cache_dir
 from jaxsched.llm import _free_bytes, _settings
 from jaxsched.models import ModelConfig
+from jaxsched.step.programs import Programs
 
 MODEL = ModelConfig("LlamaForCausalLM", 1000, 64, 2, 4, 2, 16, 128, 1024)
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, width, float32
@@ -77,12 +78,15 @@ def test_seed(toy):
     assert draw(0) == draw(0) != draw(1)
 
 
-def test_max_stop_ids(toy):
+def test_max_stop_ids(toy, monkeypatch):
     params = SamplingParams(stop_token_ids=range(6))
     make_engine(toy("base")).add_request([1], params)
-    few = make_engine(toy("base"), max_stop_ids=7, executor="dispatch")
+    monkeypatch.setattr(Programs, "compile", lambda *_: None)  # it shall only refuse
+    few = make_engine(toy("base"), max_stop_ids=7)
     assert few.executor.state.slots.stop_ids.shape == (4, 7)
-    with pytest.raises(ValueError, match="are 8 together; this engine holds 7 per request; raise max_stop_ids"):
+    with pytest.raises(
+        ValueError, match="are 8 together; this engine holds 7 per request; raise max_stop_ids"
+    ):
         few.add_request([1], params)
 
 
@@ -129,7 +133,10 @@ def test_limits(settings, want):
     [
         ({}, {"dtype": "float32", "executor": "scan", "variants": ("auto",), "pages_per_seq": 64}),
         ({"platform": "gpu"}, {"dtype": "bfloat16", "executor": "scan", "variants": ("full", "greedy")}),
-        ({"platform": "gpu", "dtype": "float16"}, {"dtype": "float16", "page_bytes": 16 * BYTES_PER_TOKEN // 2}),
+        (
+            {"platform": "gpu", "dtype": "float16"},
+            {"dtype": "float16", "page_bytes": 16 * BYTES_PER_TOKEN // 2},
+        ),
         ({"executor": "dispatch"}, {"executor": "dispatch"}),
         ({"prefill_chunk_size": 64}, {"chunk_buckets": (16, 64)}),
         ({"prefill_chunk_size": 256}, {"chunk_buckets": (16, 64, 256)}),
@@ -178,7 +185,8 @@ COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_schedu
         *[("executor", bad, "it must be one of auto, scan, dispatch") for bad in ("vmap", None)],
         *[("seed", bad, "it must be an integer") for bad in (1.0, "1", None, True)],
         *[("enable_chunked_prefill", bad, "it must be True or False") for bad in (1, None, "no")],
-        *[("gpu_memory_utilization", bad, "it must be in (0, 1]") for bad in (0, -0.5, 1.1, math.nan, "0.9", None, True)],
+        *[("gpu_memory_utilization", bad, "it must be in (0, 1]")
+          for bad in (0, -0.5, 1.1, math.nan, "0.9", None, True)],
     ],
     ids=lambda v: str(v)[:24],
 )  # fmt: skip
@@ -196,10 +204,13 @@ def test_none_is_only_for_what_is_derived(field):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_model_len": 2000}, "max_model_len is 2000, but the model's positions end at 1024; lower max_model_len"),
+        (
+            {"max_model_len": 2000},
+            "max_model_len is 2000, but the model's positions end at 1024; lower max_model_len",
+        ),
         (
             {"max_num_batched_tokens": 32},
-            "max_num_batched_tokens is 32, but max_num_seqs 32 decode rows leave no room for a chunk; raise it above 32",
+            "max_num_batched_tokens is 32, but max_num_seqs 32 decode rows leave no room for a chunk; raise it above",
         ),
         (
             {"max_num_batched_tokens": 1055, "prefill_chunk_size": None},
@@ -219,7 +230,9 @@ def test_impossible_settings(settings, message):
 
 
 def test_switches_that_contradict_each_other():
-    message = "prefill_chunk_size is 64, but enable_chunked_prefill is False, so prompts are read whole; leave one"
+    message = (
+        "prefill_chunk_size is 64, but enable_chunked_prefill is False, so prompts are read whole; leave one"
+    )
     with pytest.raises(ValueError, match=message):
         EngineConfig(enable_chunked_prefill=False, prefill_chunk_size=64)
     assert not EngineConfig(enable_chunked_prefill=False, prefill_chunk_size=None).chunked
@@ -227,7 +240,10 @@ def test_switches_that_contradict_each_other():
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("max_num_seq", "; did you mean 'max_num_seqs'\\?"), ("tensor_parallel", "; known: dtype, max_model_len, ")],
+    [
+        ("max_num_seq", "; did you mean 'max_num_seqs'\\?"),
+        ("tensor_parallel", "; known: dtype, max_model_len, "),
+    ],
 )
 def test_unknown_arguments(name, hint, tmp_path: Path):
     with pytest.raises(TypeError, match=f"LLM has no argument '{name}'{hint}"):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxsched import EngineConfig, info
-from jaxsched.llm import embedded_model
 from jaxsched.models import ModelConfig, RopeConfig
+from jaxsched.startup import embedded_model
 from jaxsched.weights import open_checkpoint
 from toys import TOYS, write_toy
 

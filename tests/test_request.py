@@ -15,7 +15,7 @@ REFUSED = [
     # field, value, message after "{field} is {value!r}; "
     *[("temperature", v, FINITE) for v in (-0.1, math.nan, -math.inf, "1", True, None, [1.0])],
     ("temperature", math.inf, "it must be finite"),
-    *[("top_p", v, r"it must be in [0, 1]; for the most likely token use temperature=0")
+    *[("top_p", v, r"it must be in (0, 1]; 1 turns it off, and for the most likely token use temperature=0")
       for v in (-0.1, 1.1, math.nan, math.inf, "0.9", True, None)],
     *[("min_p", v, "it must be in [0, 1]") for v in (-0.1, 1.01, math.nan, math.inf, "0", False, None)],
     *[("top_k", v, "it must be an integer of at least 0; 0 or -1 turns it off")
@@ -37,12 +37,13 @@ def test_refused(field, value, message):
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.0])
 def test_top_p_zero(value):
-    with pytest.raises(ValueError, match=r"top_p is 0; it must be in \(0, 1\]; for the most likely token"):
+    with pytest.raises(ValueError, match=r"top_p is -?0(\.0)?; it must be in \(0, 1\]; 1 turns it off, and for the most likely"):
         SamplingParams(top_p=value)
 
 
 @pytest.mark.parametrize(
-    ("ids", "culprit"), [([1, -2], "-2"), ([1.5], "1.5"), (["a"], "'a'"), ("12", "'1'"), ([True], "True"), ([None], "None")],
+    ("ids", "culprit"),
+    [([1, -2], "-2"), ([1.5], "1.5"), (["a"], "'a'"), ("12", "'1'"), ([True], "True"), ([None], "None")],
 )  # fmt: skip
 def test_bad_stop_ids(ids, culprit):
     message = f"stop_token_ids is {culprit}; it must be an integer of at least 0"
@@ -61,7 +62,10 @@ def test_unknown_names():
         ({"top_k": -1}, {"top_k": 0}),
         ({"top_k": np.int64(5), "max_tokens": np.uint8(3)}, {"top_k": 5, "max_tokens": 3}),
         ({"temperature": 1, "top_p": np.float32(0.5)}, {"temperature": 1.0, "top_p": 0.5}),
-        ({"max_tokens": None, "seed": None, "stop_token_ids": None}, {"max_tokens": None, "stop_token_ids": ()}),
+        (
+            {"max_tokens": None, "seed": None, "stop_token_ids": None},
+            {"max_tokens": None, "stop_token_ids": ()},
+        ),
         ({"stop_token_ids": [3, 4]}, {"stop_token_ids": (3, 4)}),
         ({"stop_token_ids": np.array([3, 4])}, {"stop_token_ids": (3, 4)}),
         ({"stop_token_ids": {9}}, {"stop_token_ids": (9,)}),

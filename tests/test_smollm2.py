@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxsched import LLM, SamplingParams
-from jaxsched.llm import embedded_model
+from jaxsched.startup import embedded_model
 
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "smollm2.json").read_text(encoding="utf-8"))
 CLOSE = 1e-3  # logits; where the two best are closer than this, float32 sums in another order may swap them
@@ -19,14 +19,16 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def llm():
     assert embedded_model().name == GOLDENS["gguf"]
-    with LLM(max_num_seqs=32, max_model_len=320, prefill_chunk_size=128, executor="dispatch") as made:
+    with LLM(max_num_seqs=32, max_model_len=320, prefill_chunk_size=60, executor="dispatch") as made:
         yield made
 
 
 def agreeing(got: list[int], want: list[int], gaps: list[float]) -> int:
     """Tokens that are equal up to the first that differs; that one must have been a close call."""
     same = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), len(want))
-    assert same == len(want) or gaps[same] < CLOSE, f"token {same}: {got[same]}, transformers has {want[same]}"
+    assert same == len(want) or gaps[same] < CLOSE, (
+        f"token {same}: {got[same]}, transformers has {want[same]}"
+    )
     return same
 
 

@@ -70,6 +70,7 @@ class Engine:
         run_ahead: int = 1,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        progress: Callable[[int, int], None] | None = None,
     ):
         self.model, self.resolved, self.tokenizer = model, resolved, tokenizer
         self.eos_token_ids, self.bos_token_id = tuple(eos_token_ids), bos_token_id
@@ -94,7 +95,7 @@ class Engine:
                 variants=resolved.variants,
             )
         )
-        programs.compile(graph, params, state, limits.max_new_pages)
+        programs.compile(graph, params, state, limits.max_new_pages, progress=progress)
         self.executor = Executor(programs, params, state, resolved)
         self.scheduler = Scheduler(limits)
         self._requests: dict[str, _Request] = {}

@@ -62,7 +62,9 @@ class Features:
 class SlotUpdates:
     """Changes to the slot table, made before the round's first step: move, drop, admit, then new pages."""
 
-    source: Int[Array, "S"]  # row s takes over the rows of slot source[s]; source[s] = s leaves it where it is
+    source: Int[
+        Array, "S"
+    ]  # row s takes over the rows of slot source[s]; source[s] = s leaves it where it is
     drop: Bool[Array, "S"]  # stop decoding here
     admit: Bool[Array, "S"]  # take over the rows below; the slot's prompt will be read by chunks
     tokens_left: Int[Array, "S"]
@@ -152,8 +154,8 @@ class RoundOutputs:
         return self.tokens != NO_TOKEN
 
 
-def apply_updates(slots: SlotState, updates: SlotUpdates) -> SlotState:
-    """The slot table after the host's changes. Pure."""
+def apply_updates(slots: SlotState, updates: SlotUpdates, num_pages: int) -> SlotState:
+    """The slot table after the host's changes. Pure. An admitted slot forgets its pages before it gets new ones."""
     slots = jax.tree.map(lambda rows: rows[updates.source], slots)
 
     def pick(new: Array, old: Array) -> Array:
@@ -161,10 +163,9 @@ def apply_updates(slots: SlotState, updates: SlotUpdates) -> SlotState:
         return jnp.where(mask, new, old)
 
     cleared = updates.admit | updates.drop
+    table = jnp.where(updates.admit[:, None], num_pages, slots.block_table)
     return SlotState(
-        block_table=slots.block_table.at[updates.page_slot, updates.page_index].set(
-            updates.page_id, mode="drop"
-        ),
+        block_table=table.at[updates.page_slot, updates.page_index].set(updates.page_id, mode="drop"),
         context_len=jnp.where(cleared, 0, slots.context_len),
         last_token=slots.last_token,
         live=slots.live & ~cleared,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -87,11 +87,14 @@ class Programs:
         params: Any,
         state: EngineState,
         max_new_pages: int,
+        *,
         threads: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compiles everything, in ``threads`` threads (default: one per core, at most 8).
 
-        ``params`` and ``state`` may be arrays or their shapes.
+        ``params`` and ``state`` may be arrays or their shapes. ``progress`` is called with the number of programs done
+        and their total.
         """
         params, state = jax.tree.map(_shape_of, (params, state))
 
@@ -101,8 +104,10 @@ class Programs:
         with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
             jobs = [pool.submit(build, key) for key in sorted(self.keys, key=lambda k: -k.rows)]
             try:
-                for job in jobs:
+                for done, job in enumerate(jobs, 1):
                     job.result()
+                    if progress is not None:
+                        progress(done, len(jobs))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -93,6 +93,8 @@ def _step(
     decoder: Decoder, state: EngineState, chunk: Chunks | None, slots: int, features: Features
 ) -> tuple[EngineState, Int[Array, "S"]]:
     """One forward pass over slots ``0..slots-1`` and, in a mixed step, the chunk (its arrays without the M axis)."""
+    if slots > state.num_slots:
+        raise ValueError(f"slots is {slots}, but the state has {state.num_slots}; use at most that many")
     rows = jax.tree.map(lambda a: a[:slots], state.slots)
     tokens, positions = rows.last_token, rows.context_len
     if chunk is not None:
@@ -162,7 +164,7 @@ def decode_steps(
 @partial(jax.jit, donate_argnames=("state",))
 def update_slots(state: EngineState, updates: SlotUpdates) -> EngineState:
     """The state after the host's changes to the slot table. ``state`` is donated."""
-    return dataclasses.replace(state, slots=apply_updates(state.slots, updates))
+    return dataclasses.replace(state, slots=apply_updates(state.slots, updates, state.num_pages))
 
 
 @partial(jax.jit, static_argnames=("model", "shape", "features"), donate_argnames=("state",))
@@ -187,7 +189,7 @@ def run_round(
             f"run_round: chunks of shape {have} for a RoundShape of {shape.mixed_steps, shape.chunk_tokens}"
         )
     decoder = nnx.merge(model, params)
-    state = dataclasses.replace(state, slots=apply_updates(state.slots, inputs.updates))
+    state = dataclasses.replace(state, slots=apply_updates(state.slots, inputs.updates, state.num_pages))
     parts = []
     if inputs.chunks is not None:
         state, tokens = _mixed(decoder, state, inputs.chunks, shape.slots, features)

@@ -35,7 +35,9 @@ class SamplingRows:
 class SlotState:
     """One row per slot. A slot is *live* when it decodes; while its prompt is being read it is not."""
 
-    block_table: Int[Array, "S W"]  # page of each run of Z positions; entries behind the length are stale
+    block_table: Int[
+        Array, "S W"
+    ]  # page of each run of Z positions; P (out of range: writes drop) where none was given
     context_len: Int[Array, "S"]  # positions whose K and V are in the pages
     last_token: Int[Array, "S"]  # sampled but not yet read by the model
     live: Bool[Array, "S"]
@@ -71,7 +73,7 @@ class EngineState:
         return self.slots.live.shape[0]
 
 
-def init_slots(num_slots: int, pages_per_seq: int, max_stop_ids: int) -> SlotState:
+def init_slots(num_slots: int, num_pages: int, pages_per_seq: int, max_stop_ids: int) -> SlotState:
     """A slot table in which nothing runs."""
 
     def zeros(dtype: DTypeLike = jnp.int32) -> Array:
@@ -79,7 +81,7 @@ def init_slots(num_slots: int, pages_per_seq: int, max_stop_ids: int) -> SlotSta
         return jnp.zeros((num_slots,), dtype)
 
     return SlotState(
-        block_table=jnp.zeros((num_slots, pages_per_seq), jnp.int32),
+        block_table=jnp.full((num_slots, pages_per_seq), num_pages, jnp.int32),
         context_len=zeros(),
         last_token=zeros(),
         live=zeros(jnp.bool_),
@@ -127,5 +129,5 @@ def init_state(
     return EngineState(
         k_pages=[jnp.zeros(shape, dtype) for _ in range(config.num_layers)],
         v_pages=[jnp.zeros(shape, dtype) for _ in range(config.num_layers)],
-        slots=init_slots(num_slots, pages_per_seq, max_stop_ids),
+        slots=init_slots(num_slots, num_pages, pages_per_seq, max_stop_ids),
     )

@@ -77,7 +77,9 @@ def _sequence(name: str, value: Any) -> Sequence[Any]:
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ChatTemplateError(f"{name} is a {type(value).__name__}; give a dict")
+        raise ChatTemplateError(
+            f"{name} is a {type(value).__name__}; give a dict such as {{'role': 'user', 'content': '...'}}"
+        )
     return value
 
 

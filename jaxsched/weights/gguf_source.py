@@ -150,6 +150,6 @@ def _import_gguf() -> ModuleType:
         import gguf
     except ImportError as error:
         raise ImportError(
-            'reading a GGUF file needs the package gguf; install it with pip install "jaxsched[gguf]"'
+            "reading a GGUF file needs the package gguf; install it with: pip install gguf"
         ) from error
     return gguf

@@ -10,13 +10,14 @@ import pytest
 from harness import GREEDY, assert_idle, collect, drain, make_engine, oracle, run_all
 from jaxsched import SamplingParams
 
+FEW_PAGES = {"num_pages": 10, "executor": "dispatch"}
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def engine(toy):
     """max_model_len 128, and a pool that holds 80 tokens."""
-    return make_engine(toy("base"), num_pages=10)
+    return make_engine(toy("base"), **FEW_PAGES)
 
 
 BAD = {
@@ -67,8 +68,8 @@ def test_neighbours_of_bad_requests_finish(engine, toy):
     """Their tokens are those of the same requests without any bad ones, also where the engine draws the seed."""
     model = toy("base")
     good = [([i, 2, 3], GREEDY if i % 2 else SAMPLED) for i in range(6)]
-    fresh = run_all(make_engine(model, num_pages=10), good)
-    mixed = make_engine(model, num_pages=10)
+    fresh = run_all(make_engine(model, **FEW_PAGES), good)
+    mixed = make_engine(model, **FEW_PAGES)
     ids, results, bad = [], {}, list(BAD.values())
     for request in good:
         for prompt, changes, _ in bad[:3]:
@@ -161,7 +162,9 @@ def test_ways_to_be_greedy(engine, toy, changes):
     assert result.ids == oracle(toy("base"), [5, 6, 7], GREEDY)[0]
 
 
-@pytest.mark.parametrize("changes", [{"top_k": 272}, {"top_k": 10**9}, {"top_k": -1}, {"top_p": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"top_k": 272}, {"top_k": 10**9}, {"top_k": -1}, {"top_p": 1.0}], ids=str
+)
 def test_filters_that_are_off(engine, changes):
     params = dataclasses.replace(SAMPLED, seed=4)
     plain, same = run_all(engine, [([5], params), ([5], dataclasses.replace(params, **changes))])

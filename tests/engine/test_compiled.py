@@ -108,14 +108,14 @@ def test_the_number_of_programs_is_a_sum(toy):
 
 @pytest.fixture(scope="module")
 def big_pool(toy):
-    """A toy with a pool far larger than anything else it computes: 4 MiB a layer and side, against 0.7 MiB of weights."""
-    return make_engine(toy("base"), max_num_seqs=8, num_pages=4096, max_model_len=64, page_size=8)
+    """A toy with a pool far larger than all else it computes with: 4 MiB a layer and side, 0.7 MiB of weights."""
+    return make_engine(toy("base"), num_scheduler_steps=2, num_pages=4096, max_model_len=64)
 
 
 KEYS = [
-    ProgramKey(4, 0, 8, "auto"),
-    ProgramKey(1, 0, 8, "auto"),
-    ProgramKey(1, 32, 8, "auto"),
+    ProgramKey(2, 0, 4, "auto"),
+    ProgramKey(1, 0, 4, "auto"),
+    ProgramKey(1, 32, 4, "auto"),
     UPDATE,
 ]
 

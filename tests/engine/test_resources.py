@@ -21,7 +21,9 @@ def test_aborts_at_random_moments(toy, run_ahead, pages):
     for _ in range(120):
         if rng.random() < 0.5:
             prompt = random_prompt(numbers, rng.randint(1, 60))
-            params = SamplingParams(temperature=rng.choice([0, 1.0]), seed=rng.getrandbits(60), max_tokens=rng.randint(1, 25))
+            params = SamplingParams(
+                temperature=rng.choice([0, 1.0]), seed=rng.getrandbits(60), max_tokens=rng.randint(1, 25)
+            )
             requests[engine.add_request(prompt, params)] = (prompt, params)
         if requests and rng.random() < 0.4:
             victim = rng.choice(list(requests)[-8:])

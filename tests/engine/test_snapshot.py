@@ -1,4 +1,4 @@
-"""A running engine is a value: it can be copied, pickled, saved with orbax, and continued elsewhere, token for token."""
+"""A running engine is a value: it can be copied, pickled, saved with orbax and continued elsewhere, token for token."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ from harness import GREEDY, assert_idle, collect, drain, make_engine, oracle
 from jaxsched import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"num_pages": 20}  # some of the requests wait or are preempted
+SETTINGS = {"num_pages": 17}  # some of the requests wait or are preempted
 
 REQUESTS = [
     ([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=40)),
@@ -81,7 +81,7 @@ CONTINUE = """
 import pickle, sys
 from pathlib import Path
 from harness import drain, load, make_engine
-from jaxsched.llm import use_compilation_cache
+from jaxsched.startup import use_compilation_cache
 use_compilation_cache()
 folder = Path(sys.argv[1])
 snapshot, results, settings = pickle.loads((folder / "running.pickle").read_bytes())
@@ -152,7 +152,7 @@ def with_slots(snapshot, **changes):
 
 
 OTHERS = {
-    "num_pages": (lambda s: with_limits(s, num_pages=21), "another resolved: .*num_pages=21.*num_pages=20"),
+    "num_pages": (lambda s: with_limits(s, num_pages=18), "another resolved: .*num_pages=18.*num_pages=17"),
     "num_slots": (lambda s: with_limits(s, num_slots=5), "another resolved: .*num_slots=5.*num_slots=4"),
     "page_size": (lambda s: with_limits(s, page_size=16), "another resolved: .*page_size=16.*page_size=8"),
     "model": (

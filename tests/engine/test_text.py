@@ -20,7 +20,9 @@ TEXTS = {
 @pytest.fixture(scope="module", params=[("dispatch", 3, 1), ("scan", 4, 0)], ids=["dispatch", "scan"])
 def engine(request, script):
     executor, steps, run_ahead = request.param
-    return make_engine(script[0], executor=executor, num_scheduler_steps=steps, run_ahead=run_ahead)
+    return make_engine(
+        script[0], executor=executor, num_scheduler_steps=steps, run_ahead=run_ahead, num_pages=16
+    )
 
 
 def ask(engine, script, name, params):
@@ -60,7 +62,7 @@ def test_no_piece_has_half_a_character(engine, script):
 
 
 def test_special_tokens_are_shown_when_asked_for(engine, script):
-    model, chains = script
+    model = script[0]
     result = ask(engine, script, "special", dataclasses.replace(LONG, skip_special_tokens=False))
     assert result.text == "one<|im_start|>two<|pad|>six<|im_end|>"
     assert result.text == model.tokenizer.decode(result.ids, skip_special_tokens=False)
@@ -72,7 +74,7 @@ def test_no_text_when_not_asked_for(engine, script):
 
 
 def test_a_stop_id_stays_in_the_output(engine, script):
-    model, chains = script
+    chains = script[1]
     stop = chains["endless"][4]
     result = ask(engine, script, "endless", dataclasses.replace(LONG, stop_token_ids=[stop]))
     assert result.ids == chains["endless"][1:5] and result.stop_reason == stop

@@ -61,7 +61,7 @@ def test_hidden_states_and_logits_in_chunks(name, toy):
     np.testing.assert_allclose(logits, GOLDENS[f"{name}/logits"], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", ["base", "gqa3", "yarn"])
 def test_greedy_tokens_of_one_round(name, toy):
     """Three prompts in one round: two end in the first mixed step, the third in the second."""
     model = toy(name)

@@ -1,4 +1,4 @@
-"""Random limits, arrivals and aborts against the fake device, which checks who owns each page at every read and write."""
+"""Random limits, arrivals and aborts. The fake device checks who owns each page at every read and write."""
 
 import random
 

@@ -142,7 +142,7 @@ def test_a_round_is_greedy_when_all_of_it_is(greedy):
 
 
 def test_whole_prompts():
-    """Without chunked prefill each prompt is read in one step; one that does not fit beside others waits for the next."""
+    """Without chunked prefill each prompt is read in one step; one that does not fit beside others waits."""
     loop = loop_of(split_prompts=False, max_model_len=64, num_steps=4, max_new_pages=100)
     for name, length in (("a", 30), ("b", 30), ("c", 50), ("d", 10)):
         loop.add(make_sequence(name, length, 5))

@@ -26,6 +26,7 @@ SIZES = {"num_slots": 4, "num_pages": 24, "page_size": 4, "pages_per_seq": 6}
 SHAPE = RoundShape(steps=6, mixed_steps=2, chunk_tokens=12, slots=4)
 PROMPTS = {slot: random_prompt(np.random.default_rng(slot), n) for slot, n in {0: 5, 2: 9, 3: 7}.items()}
 PAGES = {0: [5, 11, 3, 8], 2: [20, 1, 7, 13], 3: [2, 19, 4, 9]}
+AUTO = Features()
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=-3)
 
 
@@ -57,7 +58,7 @@ def three_requests(state, *, max_tokens=(20, 20, 20), stop_ids=((), (), ()), par
     return inputs
 
 
-def play(model, *, features=Features(), **options):
+def play(model, *, features=AUTO, **options):
     before = filled_state(model)
     pages = np.stack(jax.device_get([*before.k_pages, *before.v_pages]))
     inputs = three_requests(before, **options)
@@ -204,8 +205,9 @@ def test_drop_then_admit(model):
         and slots.stop_ids[2].tolist() == [7] + [-1] * 7
     )
     assert slots.sampling.seed[2].tolist() == [2**32 - 1, 2**32 - 3]
-    assert slots.block_table[2].tolist() == [6, 14, *PAGES[2][2:], 0, 0]
-    assert slots.block_table[0].tolist() == [*PAGES[0], 0, 0]
+    none = SIZES["num_pages"]  # out of range: a write there is dropped
+    assert slots.block_table[2].tolist() == [6, 14, none, none, none, none]
+    assert slots.block_table[0].tolist() == [*PAGES[0], none, none]
 
 
 # -- structure -----------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ import pytest
 
 from harness import sampling_rows
 from jaxsched import SamplingParams
-from jaxsched.step import sample
-from jaxsched.step.sampling import _search, filtered_scores
+from jaxsched.step import sampling
+from jaxsched.step.sampling import _search
 
 VOCAB = 50
+sample = jax.jit(sampling.sample, static_argnames="mode")
+filtered_scores = jax.jit(sampling.filtered_scores, static_argnames="skip_unused")
 
 
 def reference_keep(logits, params):

@@ -231,7 +231,7 @@ def test_flipped_bytes_never_raise_anything_else(tmp_path: Path) -> None:
 def test_without_the_gguf_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_toy_gguf(tmp_path / "toy.gguf", write_toy(tmp_path / "toy", num_layers=1))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r'pip install "jaxsched\[gguf\]"'):
+    with pytest.raises(ImportError, match="pip install gguf"):
         open_checkpoint(path)
 
 
