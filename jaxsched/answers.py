@@ -111,6 +111,8 @@ def answer_all(
     ``complain`` gets a line for each that was. Raises KeyboardInterrupt when interrupted.
     """
     answers, printed = [Answer(question.prompt) for question in asked], 0
+    if sys.stdout is None:
+        raise OSError("there is nowhere to print: stdout is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks is no reason to stop
     with tqdm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ CHUNK = 256  # default chunk, tokens
 MIN_CHUNK = 16  # smallest chunk bucket, tokens
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXECUTORS = ("auto", "scan", "dispatch")
+MAX_STEPS = 1024  # of a round; more would only waste steps behind the ends of sequences
+OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "prefill_chunk_size")
+REQUIRED = ("num_scheduler_steps", "page_size", "max_stop_ids")
 
 
 def _at_least(low: int, name: str, value: int | None) -> None:
@@ -32,7 +36,7 @@ class EngineConfig:
     )
     max_model_len: int | None = None  # tokens of prompt + output; None = the model's
     max_num_seqs: int | None = None  # S, sequences that run at once; None = 32 on a CPU, 64 on a GPU
-    max_num_batched_tokens: int | None = None  # token rows of one step; None = S + chunk
+    max_num_batched_tokens: int | None = None  # token rows of one step; lowers the chunk, never raises it
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, KV pool and temporaries
     enable_chunked_prefill: bool = True  # False: each prompt is read whole in one step
     seed: int = 0  # seeds of requests that bring none are drawn from it
@@ -49,17 +53,19 @@ class EngineConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor is {self.executor!r}; it must be one of {', '.join(EXECUTORS)}")
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_pages",
-            "prefill_chunk_size",
-        ):
+        for name in (*OPTIONAL, *REQUIRED):
+            value = getattr(self, name)
+            if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+                object.__setattr__(self, name, int(value))  # numpy's integers are welcome
+        for name in OPTIONAL:
             if getattr(self, name) is not None:
                 _at_least(1, name, getattr(self, name))
-        for name in ("num_scheduler_steps", "page_size", "max_stop_ids"):
+        for name in REQUIRED:
             _at_least(1, name, getattr(self, name))
+        if self.num_scheduler_steps > MAX_STEPS:
+            raise ValueError(
+                f"num_scheduler_steps is {self.num_scheduler_steps}; it must be at most {MAX_STEPS}"
+            )
         _at_least(0, "run_ahead", self.run_ahead)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer")
@@ -111,7 +117,7 @@ class EngineConfig:
         dtype = self.resolve_dtype(model, platform)
         page_bytes = self.page_size * model.kv_bytes_per_token(jnp.dtype(dtype).itemsize)
         per_seq = -(-max_len // self.page_size)
-        pages = self.num_pages or self._fitting_pages(page_bytes, slots * per_seq, free_bytes)
+        pages = self._pages(page_bytes, slots * per_seq, free_bytes)
         chunk_buckets = tuple(sorted({chunk, *_smaller(chunk, 4, min(MIN_CHUNK, chunk), 2)}))
         limits = Limits(
             num_slots=slots,
@@ -131,7 +137,9 @@ class EngineConfig:
     def _max_new_pages(self, slots: int, chunk: int, per_seq: int) -> int:
         """Page-table entries a round may change: growth of every slot, and all that N steps of chunks can read."""
         steps, size = self.num_scheduler_steps, self.page_size
-        return slots * (2 + steps // size) + max(per_seq, min(steps * chunk // size, slots * per_seq))
+        return slots * min(2 + steps // size, per_seq) + max(
+            per_seq, min(steps * chunk // size, slots * per_seq)
+        )
 
     def _chunk(self, slots: int, max_len: int) -> int:
         budget = self.max_num_batched_tokens
@@ -154,13 +162,26 @@ class EngineConfig:
             )
         return max_len
 
-    def _fitting_pages(self, page_bytes: int, useful: int, free_bytes: int | None) -> int:
+    def _pages(self, page_bytes: int, useful: int, free_bytes: int | None) -> int:
+        """The size of the pool: what was asked for if it fits, else what fits and is of use."""
+        mib, memory = 1 << 20, "CPU" if free_bytes is None else "GPU"
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free_bytes is None else free_bytes
+        if self.num_pages is not None and self.num_pages * page_bytes > total:
+            raise ValueError(
+                f"num_pages is {self.num_pages}, which takes {self.num_pages * page_bytes / mib:.0f} MiB, but this "
+                f"{memory} has {total / mib:.0f} MiB for it; lower num_pages"
+            )
         available = CPU_KV_BYTES if free_bytes is None else free_bytes - GPU_RESERVE_BYTES
-        pages = min(useful, available // page_bytes)
+        pages = self.num_pages or min(useful, available // page_bytes)
         if pages < 1:
             raise ValueError(
-                f"no memory is left for the KV pool: {available / 2**20:.0f} MiB free, one page takes "
-                f"{page_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization or use a smaller model"
+                f"the KV pool has {available / mib:.0f} MiB on this {memory}, and one page of {self.page_size} tokens "
+                f"takes {page_bytes / mib:.2f} MiB; lower page_size, "
+                + (
+                    "set num_pages"
+                    if free_bytes is None
+                    else "raise gpu_memory_utilization or use a smaller model"
+                )
             )
         return pages
 

@@ -83,7 +83,7 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_token_ids=checkpoint.eos_token_ids,
             bos_token_id=checkpoint.bos_token_id,
-            max_stop_ids=config.max_stop_ids,
+            max_stop_ids=max(config.max_stop_ids, len(checkpoint.eos_token_ids)),
             run_ahead=config.run_ahead,
             seed=config.seed,
             progress=CompileBar() if use_tqdm_on_load else None,
@@ -189,11 +189,12 @@ class LLM:
             raise ValueError(
                 "this checkpoint has no tokenizer, so there is no chat; pass token ids to generate"
             )
-        one = bool(messages) and isinstance(messages[0], Mapping)
+        given: list[Any] = [messages] if isinstance(messages, Mapping) else list(messages)
+        one = bool(given) and isinstance(given[0], Mapping)
         prompts: list[Prompt] = []
-        for conversation in [messages] if one else messages:
+        for conversation in [given] if one else given:
             text = self.tokenizer.apply_chat_template(
-                list(conversation),  # type: ignore[arg-type]
+                list(conversation),
                 add_generation_prompt=add_generation_prompt,
             )
             ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -246,9 +247,8 @@ class LLM:
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
-                raise ValueError(
-                    f"a prompt dict has 'prompt' or 'prompt_token_ids', not {sorted(unknown) or 'nothing'}"
-                )
+                found = ", ".join(sorted(map(repr, unknown))) or "nothing"
+                raise ValueError(f"a prompt dict has 'prompt' or 'prompt_token_ids', not {found}")
             text = prompt.get("prompt")
             if prompt.get("prompt_token_ids") is not None:
                 return text, prompt["prompt_token_ids"]
@@ -269,6 +269,11 @@ class LLM:
                         box = self._mail.get(piece.request_id)
                         if box is not None:
                             box.append(piece)
+                    lost = [i for i in mine if not self._mail[i] and not self.engine.knows(i)]
+                    if lost:
+                        raise RuntimeError(
+                            f"requests {', '.join(lost)} are gone: the engine was restored meanwhile"
+                        )
                 pieces = []
                 for request_id in mine:
                     pieces += [(request_id, piece) for piece in self._mail[request_id]]
@@ -333,6 +338,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> a list of prompts. A flat list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray):
+        raise TypeError("prompts must be text, not bytes; decode them first")
     if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be text, token ids, or a list of these, not {type(prompts).__name__}")
     items: list[Any] = list(prompts)

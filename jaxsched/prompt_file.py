@@ -55,6 +55,8 @@ def read_prompts(file: str) -> list[Question]:
     Raises ValueError naming file and line.
     """
     where = "stdin" if file == "-" else file
+    if file == "-" and sys.stdin is None:
+        raise ValueError("the prompts are to come from stdin, but it is closed; name a file instead")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")

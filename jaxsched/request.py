@@ -14,21 +14,20 @@ from typing import Any
 def _number(
     name: str, value: Any, low: float, high: float, remedy: str = "", *, positive: bool = False
 ) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Real)
-        or not low <= float(value) <= high
-        or (positive and value == 0)
-    ):
-        bound = (
-            f"in {'(' if positive else '['}{low:g}, {high:g}]"
-            if math.isfinite(high)
-            else f"a finite number of at least {low:g}"
-        )
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+    if not low <= number <= high or (positive and number == 0):
+        bound = f"a finite number of at least {low:g}"
+        if math.isfinite(high):
+            bound = f"in {'(' if positive else '['}{low:g}, {high:g}]"
         raise ValueError(f"{name} is {value!r}; it must be {bound}{remedy}")
-    if math.isinf(float(value)):
-        raise ValueError(f"{name} is {value!r}; it must be finite{remedy}")
-    return float(value)
+    if math.isinf(number):
+        raise ValueError(f"{name} is {value!r:.40}; it must be finite{remedy}")
+    return number
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> int:

@@ -31,6 +31,23 @@ class RopeConfig:
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn; round the correction range outwards
 
+    def __post_init__(self) -> None:
+        numbers = {"theta": self.theta, "factor": self.factor}
+        if self.kind in ("llama3", "yarn"):
+            numbers["original_max_position_embeddings"] = self.original_max_position
+        for name, value in numbers.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"rope: {name} is {value}; it must be a positive number")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.kind == "llama3" and not 0 < low < high < math.inf:
+            raise ValueError(
+                f"rope: low_freq_factor {low} and high_freq_factor {high} must be positive and rising"
+            )
+        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast < math.inf:
+            raise ValueError(
+                f"rope: beta_slow {self.beta_slow} and beta_fast {self.beta_fast} must be positive and rising"
+            )
+
     def frequencies(self, dim: int) -> tuple[np.ndarray, float]:
         """Inverse frequencies ``[dim/2]`` float32 (radians per position) and the factor on cos and sin."""
         exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
@@ -112,6 +129,10 @@ class ModelConfig:
                 f"model configuration: num_attention_heads {self.num_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
+        if not 0 < self.rms_norm_eps < 1:
+            raise ValueError(
+                f"model configuration: rms_norm_eps is {self.rms_norm_eps}; it must be in (0, 1)"
+            )
         if self.head_dim % 2:
             raise ValueError(
                 f"model configuration: head_dim {self.head_dim} is odd; rotary embedding needs it even"
@@ -143,7 +164,12 @@ def read_rope(config: dict[str, Any], max_position: int) -> RopeConfig:
 
     Raises ValueError for a type that is not supported and for a required key that is missing.
     """
-    scaling = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    parts = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(
+            f"rope_scaling is {config.get('rope_scaling')!r}; it must be an object with rope_type and factor"
+        )
+    scaling = {**parts[0], **parts[1]}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_scaling type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")

@@ -21,6 +21,8 @@ def family_of(config: dict[str, Any]) -> ModuleType:
     Raises ValueError that lists what is supported when no family claims the checkpoint.
     """
     architectures = config.get("architectures") or []
+    if isinstance(architectures, str):
+        architectures = [architectures]
     for family in FAMILIES:
         if any(name in family.ARCHITECTURES for name in architectures):
             return family

@@ -81,7 +81,7 @@ def test_seed(toy):
 def test_max_stop_ids(toy, monkeypatch):
     params = SamplingParams(stop_token_ids=range(6))
     make_engine(toy("base")).add_request([1], params)
-    monkeypatch.setattr(Programs, "compile", lambda *_: None)  # it shall only refuse
+    monkeypatch.setattr(Programs, "compile", lambda *_, **__: None)  # it shall only refuse
     few = make_engine(toy("base"), max_stop_ids=7)
     assert few.executor.state.slots.stop_ids.shape == (4, 7)
     with pytest.raises(
@@ -219,7 +219,7 @@ def test_none_is_only_for_what_is_derived(field):
         ),
         (
             {"platform": "gpu", "free_bytes": 100 << 20},
-            "no memory is left for the KV pool: -412 MiB free, one page takes 0.00 MiB; raise gpu_memory_utilization",
+            "the KV pool has -412 MiB on this GPU, and one page of 16 tokens takes 0.00 MiB; lower page_size",
         ),
     ],
     ids=str,

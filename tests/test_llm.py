@@ -146,7 +146,7 @@ BAD = {
     "floats": ([1.0, 2.0], "prompt_token_ids must be a list of integers"),
     "nothing": (None, "prompt_token_ids must be a list of integers, not None"),
     "no prompt": ({}, "a prompt dict has 'prompt' or 'prompt_token_ids', not nothing"),
-    "unknown key": ({"prompt": "a", "image": 1}, r"a prompt dict has 'prompt' or 'prompt_token_ids', not \['image'\]"),
+    "unknown key": ({"prompt": "a", "image": 1}, r"a prompt dict has 'prompt' or 'prompt_token_ids', not 'image'"),
     "half a character": ("\ud800", "half of a surrogate pair"),
 }  # fmt: skip
 

@@ -37,7 +37,10 @@ def test_refused(field, value, message):
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.0])
 def test_top_p_zero(value):
-    with pytest.raises(ValueError, match=r"top_p is -?0(\.0)?; it must be in \(0, 1\]; 1 turns it off, and for the most likely"):
+    with pytest.raises(
+        ValueError,
+        match=r"top_p is -?0(\.0)?; it must be in \(0, 1\]; 1 turns it off, and for the most likely",
+    ):
         SamplingParams(top_p=value)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxsched.config import Resolved
@@ -24,8 +25,11 @@ from jaxsched.step.programs import Programs, program_keys
 from jaxsched.text import IncrementalDetokenizer, Tokenizer
 
 from .executor import Executor, RoundHandle
+from .interrupts import uninterrupted
 from .pack import SamplingRow
 from .stats import EngineStats
+
+FLOAT32 = np.finfo(np.float32)  # what the slot table can hold
 
 
 @dataclasses.dataclass
@@ -35,6 +39,7 @@ class _Request:
     sequence: Sequence
     params: SamplingParams
     prompt: str | None
+    prompt_token_ids: list[int]  # the user's copy
     detokenizer: IncrementalDetokenizer | None
     metrics: RequestMetrics
 
@@ -128,9 +133,9 @@ class Engine:
         stop_ids = self._check_stop_ids(params)
         max_tokens = self._check_fit(len(ids), params.max_tokens)
         row = SamplingRow(
-            temperature=0.0 if params.greedy else params.temperature,
+            temperature=0.0 if params.greedy else min(params.temperature, float(FLOAT32.max)),
             top_k=min(params.top_k, self.model.vocab_size),
-            top_p=params.top_p,
+            top_p=max(params.top_p, float(FLOAT32.tiny)),  # 0 would ask for no token at all
             min_p=params.min_p,
             seed=self._seed_of(params.seed),
             stop_ids=stop_ids,
@@ -140,7 +145,9 @@ class Engine:
         detokenizer = None
         if params.detokenize and self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
-        request = _Request(sequence, params, prompt, detokenizer, RequestMetrics(arrival=self.clock()))
+        request = _Request(
+            sequence, params, prompt, list(ids), detokenizer, RequestMetrics(arrival=self.clock())
+        )
         self._count += 1
         self._requests[request_id] = request
         if max_tokens == 0:
@@ -160,6 +167,10 @@ class Engine:
         vocab = self.model.vocab_size
         try:
             ids = [operator.index(i) for i in prompt_token_ids]  # int() would take 1.5 and "1"
+            if isinstance(prompt_token_ids, bytes | bytearray) or any(
+                isinstance(i, bool) for i in prompt_token_ids
+            ):
+                raise TypeError
         except TypeError:
             raise ValueError(
                 f"prompt_token_ids must be a list of integers, not {prompt_token_ids!r:.80}"
@@ -220,6 +231,10 @@ class Engine:
         digest = hashlib.blake2b(f"{self.seed}:{self._count}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
+    def knows(self, request_id: str) -> bool:
+        """Whether the request is queued or running."""
+        return request_id in self._requests
+
     def abort(self, request_id: str) -> None:
         """Ends a request; the next ``step`` reports it with finish_reason "abort". Unknown ids are ignored."""
         request = self._requests.get(request_id)
@@ -250,28 +265,35 @@ class Engine:
     def _dispatch(self) -> None:
         """Plans and submits rounds until ``run_ahead`` of them are in flight beyond the one to be read next."""
         while len(self._in_flight) <= self.run_ahead:
-            start = time.perf_counter()
-            plan = self.scheduler.plan()
-            if plan is None:
-                return
-            try:
-                handle = self.executor.submit(plan)
-            except BaseException as error:
-                self._broken = error
-                raise
-            self.stats.planned(plan, time.perf_counter() - start, self.scheduler.pool.used)
-            self._in_flight.append((plan, handle))
+            with uninterrupted():
+                if not self._dispatch_one():
+                    return
+
+    def _dispatch_one(self) -> bool:
+        start = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return False
+        try:
+            handle = self.executor.submit(plan)
+        except BaseException as error:
+            self._broken = error
+            raise
+        self.stats.planned(plan, time.perf_counter() - start, self.scheduler.pool.used)
+        self._in_flight.append((plan, handle))
+        return True
 
     def _collect(self) -> None:
         """Waits for the oldest round and hands its tokens out. An interrupt while waiting loses nothing."""
         plan, handle = self._in_flight[0]
         tokens = handle.tokens()
-        start = time.perf_counter()
-        self._in_flight.popleft()
-        changed = self.scheduler.commit(plan, tokens)
-        self.stats.committed(plan, sum(len(new) for _, new in changed), time.perf_counter() - start)
-        for sequence, new in changed:
-            self._emit(self._requests[sequence.id], new)
+        with uninterrupted():
+            start = time.perf_counter()
+            self._in_flight.popleft()
+            changed = self.scheduler.commit(plan, tokens)
+            self.stats.committed(plan, sum(len(new) for _, new in changed), time.perf_counter() - start)
+            for sequence, new in changed:
+                self._emit(self._requests[sequence.id], new)
 
     def _emit(self, request: _Request, new: list[int]) -> None:
         """Turns new tokens into a piece; forgets the request when it has ended."""
@@ -296,7 +318,7 @@ class Engine:
             RequestOutput(
                 sequence.id,
                 request.prompt,
-                sequence.prompt,
+                request.prompt_token_ids,
                 [output],
                 output.finished,
                 metrics=request.metrics,

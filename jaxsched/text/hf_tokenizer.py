@@ -29,6 +29,16 @@ def hf_tokenizer(folder: Path) -> Tokenizer:
         raise TokenizerError(
             f"{file} cannot be read ({error}); download it again or update tokenizers"
         ) from error
+    try:
+        return _refined(backend, folder)
+    except (KeyError, TypeError, AttributeError, UnicodeError) as error:
+        raise TokenizerError(
+            f"{folder}: tokenizer_config.json or a file beside it is malformed ({error!r}); download it again"
+        ) from error
+
+
+def _refined(backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
+    """What the files beside tokenizer.json add to it."""
     config = _read_json(folder / "tokenizer_config.json")
     named = {
         **_read_json(folder / "special_tokens_map.json"),
@@ -130,9 +140,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON ({error}); download it again") from error
     return value

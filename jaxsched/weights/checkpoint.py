@@ -53,6 +53,8 @@ def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = Non
 
 
 def _locate(model: str | os.PathLike[str], revision: str | None) -> Path:
+    if not os.fspath(model):
+        raise FileNotFoundError("model is an empty name; give a folder, a .gguf file or a Hugging Face id")
     path = Path(model).expanduser()
     if not path.exists():
         match = _HUB_ID.fullmatch(model) if isinstance(model, str) else None
@@ -170,8 +172,8 @@ def _token(path: Path, what: str, value: Any, vocab_size: int) -> int:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object; download it again")

@@ -139,7 +139,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         header = json.loads(raw, object_pairs_hook=_unique)
         if not isinstance(header, dict):
             raise ValueError("the header is not a JSON object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a corrupt safetensors header ({error}); {_AGAIN}") from error
     header.pop("__metadata__", None)
     return {name: _entry(path, name, value, 8 + length, size) for name, value in header.items()}

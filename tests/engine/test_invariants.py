@@ -39,7 +39,7 @@ TABLE = [
     config(8, 1, 24, 16, TIGHT, "scan", 2),
     config(2, 4, 48, 4, None, "scan", 2),
     config(8, 8, 16, 8, TIGHT, "dispatch", 0),
-    config(5, 3, 256, 16, 14, "dispatch", 1, enable_chunked_prefill=False),
+    config(5, 3, 256, 16, 8, "dispatch", 1, enable_chunked_prefill=False),
 ]
 
 
