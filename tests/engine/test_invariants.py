@@ -89,12 +89,16 @@ def play(engine, requests, rng):
     """Adds the requests in a random order, some at once and some between steps."""
     ids, results, order = {}, {}, rng.permutation(len(requests)).tolist()
     burst = int(rng.integers(1, len(order) + 1))
-    while order or engine.has_work:
+    for _ in range(5000):
+        if not order and not engine.has_work:
+            break
         for _ in range(min(len(order), burst)):
             index = order.pop()
             ids[index] = engine.add_request(*requests[index])
         burst = int(rng.integers(0, 3))
         collect(engine, results)
+    else:
+        raise AssertionError("the engine comes to no end")
     return [results[ids[index]] for index in range(len(requests))]
 
 
