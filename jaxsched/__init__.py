@@ -8,18 +8,34 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM, EngineClosedError, EngineDeadError, QueueFullError
     from .config import EngineConfig
     from .llm import LLM
     from .request import CompletionOutput, RequestOutput, SamplingParams
 
 _HOME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "EngineClosedError": "async_llm",
+    "EngineDeadError": "async_llm",
+    "QueueFullError": "async_llm",
     "EngineConfig": "config",
     "SamplingParams": "request",
     "RequestOutput": "request",
     "CompletionOutput": "request",
 }
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "QueueFullError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

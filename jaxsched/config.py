@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import os
 
@@ -10,16 +11,29 @@ import jax.numpy as jnp
 
 from jaxsched.models import ModelConfig
 from jaxsched.schedule import Limits
+from jaxsched.schedule.policies import Policy, make_policy
+from jaxsched.schedule.rounds import AdaptiveRounds, FixedRounds, RoundController
 
 CPU_KV_BYTES = 1 << 30  # default size of the KV pool on a CPU: room for the model and the user's other work
 GPU_RESERVE_BYTES = 512 << 20  # left free on a GPU for temporaries of the compiled programs
-CHUNK = 256  # default chunk, tokens
+AUTO_CHUNKS = (
+    64,
+    128,
+    256,
+)  # C that prefill_chunk_size "auto" chooses from, beside MIN_CHUNK for short rests
 MIN_CHUNK = 16  # smallest chunk bucket, tokens
+AUTO_STEPS = (1, 2, 4, 8, 16)  # N that num_scheduler_steps "auto" chooses from
+AUTO_LENGTHS = (1, 4, 16)  # lengths of the decode scans that they are put together from
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXECUTORS = ("auto", "scan", "dispatch")
 MAX_STEPS = 1024  # of a round; more would only waste steps behind the ends of sequences
 OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "prefill_chunk_size")
-REQUIRED = ("num_scheduler_steps", "page_size", "max_stop_ids")
+REQUIRED = ("num_scheduler_steps", "page_size", "max_stop_ids", "stream_interval")
+MAY_BE_AUTO = ("num_scheduler_steps", "prefill_chunk_size")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _at_least(low: int, name: str, value: int | None) -> None:
@@ -40,8 +54,16 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, KV pool and temporaries
     enable_chunked_prefill: bool = True  # False: each prompt is read whole in one step
     seed: int = 0  # seeds of requests that bring none are drawn from it
-    num_scheduler_steps: int = 8  # N, steps per round
-    prefill_chunk_size: int | None = CHUNK  # C, prompt tokens per mixed step; None = whole prompts
+    enable_prefix_caching: bool = True  # full pages are kept and shared by all prompts that begin alike
+    num_scheduler_steps: int | str = "auto"  # N, steps per round; auto: chosen for each round, at most 16
+    prefill_chunk_size: int | str | None = "auto"  # C, prompt tokens per mixed step; None = whole prompts
+    scheduling_policy: str | Policy = (
+        "stall-free"  # who is next: a name in schedule.policies.POLICIES, or an object
+    )
+    target_ttft_ms: float | None = None  # wanted time to the first token; needs auto steps or chunks
+    target_itl_ms: float | None = None  # wanted time between tokens; needs auto steps or chunks
+    prefill_share: tuple[float, float] = (0.3, 0.5)  # of device time, for prompts; goes with target_itl_ms
+    stream_interval: int = 8  # tokens that may come at once while somebody streams; auto steps only
     page_size: int = 16  # Z, tokens per KV page
     num_pages: int | None = None  # P; None = what fits in memory
     executor: str = "auto"  # "scan": a round is a few programs; "dispatch": one program per step; auto: scan
@@ -57,27 +79,29 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, numbers.Integral) and not isinstance(value, bool):
                 object.__setattr__(self, name, int(value))  # numpy's integers are welcome
-        for name in OPTIONAL:
-            if getattr(self, name) is not None:
-                _at_least(1, name, getattr(self, name))
-        for name in REQUIRED:
-            _at_least(1, name, getattr(self, name))
-        if self.num_scheduler_steps > MAX_STEPS:
+            value = getattr(self, name)
+            if isinstance(value, str) and name in MAY_BE_AUTO:
+                if value != "auto":
+                    raise ValueError(f'{name} is {value!r}; it must be a number or "auto"')
+            elif value is not None or name in REQUIRED:
+                _at_least(1, name, value)
+        if not self.auto_steps and int(self.num_scheduler_steps) > MAX_STEPS:
             raise ValueError(
                 f"num_scheduler_steps is {self.num_scheduler_steps}; it must be at most {MAX_STEPS}"
             )
         _at_least(0, "run_ahead", self.run_ahead)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer")
-        if not isinstance(self.enable_chunked_prefill, bool):
-            raise ValueError(
-                f"enable_chunked_prefill is {self.enable_chunked_prefill!r}; it must be True or False"
-            )
-        if not self.enable_chunked_prefill and self.prefill_chunk_size not in (None, CHUNK):
+        for name in ("enable_chunked_prefill", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not self.enable_chunked_prefill and self.prefill_chunk_size not in (None, "auto"):
             raise ValueError(
                 f"prefill_chunk_size is {self.prefill_chunk_size}, but enable_chunked_prefill is False, so prompts are "
                 "read whole; leave one of the two out"
             )
+        make_policy(self.scheduling_policy)
+        self._check_targets()
         number = isinstance(self.gpu_memory_utilization, int | float)
         if (
             not number
@@ -88,10 +112,50 @@ class EngineConfig:
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be in (0, 1]"
             )
 
+    def _check_targets(self) -> None:
+        share = self.prefill_share
+        good = isinstance(share, tuple | list) and len(share) == 2 and all(_is_number(x) for x in share)
+        if not good or not 0 <= share[0] <= share[1] <= 1:
+            raise ValueError(f"prefill_share is {share!r}; it must be two numbers with 0 <= low <= high <= 1")
+        object.__setattr__(self, "prefill_share", (float(share[0]), float(share[1])))
+        for name in ("target_ttft_ms", "target_itl_ms"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r}; it must be a positive number of milliseconds")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.auto_steps or self.auto_chunk:
+            if self.target_itl_ms is None and self.prefill_share != defaults["prefill_share"]:
+                raise ValueError(
+                    f"prefill_share is {self.prefill_share}, but it divides the time that target_itl_ms leaves; "
+                    "set both"
+                )
+            return
+        for name in ("target_ttft_ms", "target_itl_ms", "prefill_share", "stream_interval"):
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but num_scheduler_steps and prefill_chunk_size are both fixed, "
+                    'so there is nothing that it could steer; leave one of them at "auto"'
+                )
+
+    @property
+    def auto_steps(self) -> bool:
+        """Whether N is chosen for each round."""
+        return self.num_scheduler_steps == "auto"
+
+    @property
+    def auto_chunk(self) -> bool:
+        """Whether C is chosen for each round."""
+        return self.enable_chunked_prefill and self.prefill_chunk_size == "auto"
+
     @property
     def chunked(self) -> bool:
         """Whether prompts may be cut: either switch turns it off."""
         return self.enable_chunked_prefill and self.prefill_chunk_size is not None
+
+    @property
+    def max_steps(self) -> int:
+        """The longest round."""
+        return AUTO_STEPS[-1] if self.auto_steps else int(self.num_scheduler_steps)
 
     def resolve_dtype(self, model: ModelConfig, platform: str) -> str:
         """Name of the dtype of weights and KV on ``platform`` ("cpu" or "gpu")."""
@@ -118,36 +182,74 @@ class EngineConfig:
         page_bytes = self.page_size * model.kv_bytes_per_token(jnp.dtype(dtype).itemsize)
         per_seq = -(-max_len // self.page_size)
         pages = self._pages(page_bytes, slots * per_seq, free_bytes)
-        chunk_buckets = tuple(sorted({chunk, *_smaller(chunk, 4, min(MIN_CHUNK, chunk), 2)}))
+        if self.auto_chunk:
+            chunk_buckets = (*(size for size in (MIN_CHUNK, *AUTO_CHUNKS) if size < chunk), chunk)
+        else:  # whole prompts have all lengths, so their buckets are closer
+            ratio, count = (4, 2) if self.chunked else (2, 6)
+            chunk_buckets = tuple(sorted({chunk, *_smaller(chunk, ratio, min(MIN_CHUNK, chunk), count)}))
         limits = Limits(
             num_slots=slots,
             num_pages=pages,
             page_size=self.page_size,
             max_model_len=max_len,
-            num_steps=self.num_scheduler_steps,
+            num_steps=self.max_steps,
             chunk_tokens=chunk,
             slot_buckets=tuple(sorted({slots, *_smaller(slots, 2, min(4, slots), 3)})),
             split_prompts=self.chunked,
             max_new_pages=self._max_new_pages(slots, chunk, per_seq),
+            prefix_caching=self.enable_prefix_caching,
         )
         executor = "scan" if self.executor == "auto" else self.executor
         variants = ("auto",) if platform == "cpu" else ("full", "greedy")
-        return Resolved(limits, dtype, executor, chunk_buckets, variants, per_seq, page_bytes)
+        mixed = tuple(sorted({slots, *limits.slot_buckets[:-1][:2][-1:]}))
+        lengths, small = ((1,), (1,)) if executor == "dispatch" else self._scan_lengths()
+        return Resolved(
+            limits, dtype, executor, lengths, small, mixed, chunk_buckets, variants, per_seq, page_bytes
+        )
+
+    def _scan_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Decode steps per program, for the full slot table and for smaller slot buckets."""
+        if self.auto_steps:
+            return AUTO_LENGTHS, AUTO_LENGTHS[:2]
+        top = self.max_steps
+        powers = [1 << i for i in range(top.bit_length()) if 1 << i < top]
+        return (*powers, top), tuple(sorted({1, top}))
+
+    def controller(self, resolved: Resolved) -> RoundController:
+        """What chooses N, M and C of each round: fixed numbers, or the adaptive rules."""
+        limits = resolved.limits
+        if not self.auto_steps and not self.auto_chunk:
+            return FixedRounds(limits.num_steps, limits.chunk_tokens)
+        seconds = [None if ms is None else ms / 1e3 for ms in (self.target_ttft_ms, self.target_itl_ms)]
+        return AdaptiveRounds(
+            step_sizes=AUTO_STEPS if self.auto_steps else (limits.num_steps,),
+            chunk_sizes=resolved.chunk_buckets if self.auto_chunk else (limits.chunk_tokens,),
+            slot_buckets=limits.slot_buckets,
+            mixed_slots=resolved.mixed_slots,
+            target_ttft=seconds[0],
+            target_itl=seconds[1],
+            prefill_share=self.prefill_share,
+            stream_interval=self.stream_interval,
+            run_ahead=self.run_ahead,
+        )
 
     def _max_new_pages(self, slots: int, chunk: int, per_seq: int) -> int:
         """Page-table entries a round may change: growth of every slot, and all that N steps of chunks can read."""
-        steps, size = self.num_scheduler_steps, self.page_size
+        steps, size = self.max_steps, self.page_size
         return slots * min(2 + steps // size, per_seq) + max(
             per_seq, min(steps * chunk // size, slots * per_seq)
         )
+
+    def _auto_chunk(self, max_len: int) -> int:
+        """The largest chunk: a quarter of the attention window, within AUTO_CHUNKS."""
+        return max((size for size in AUTO_CHUNKS if size <= max_len // 4), default=AUTO_CHUNKS[0])
 
     def _chunk(self, slots: int, max_len: int) -> int:
         budget = self.max_num_batched_tokens
         if self.chunked:
             assert self.prefill_chunk_size is not None
-            chunk = (
-                self.prefill_chunk_size if budget is None else min(self.prefill_chunk_size, budget - slots)
-            )
+            chunk = self._auto_chunk(max_len) if self.auto_chunk else int(self.prefill_chunk_size)
+            chunk = chunk if budget is None else min(chunk, budget - slots)
             if chunk < 1:
                 raise ValueError(
                     f"max_num_batched_tokens is {budget}, but max_num_seqs {slots} decode rows leave no "
@@ -202,6 +304,9 @@ class Resolved:
     limits: Limits
     dtype: str  # of weights and KV pages
     executor: str  # "scan" or "dispatch"
+    lengths: tuple[int, ...]  # decode steps per compiled program, for the full slot table,
+    small_lengths: tuple[int, ...]  # and for smaller slot buckets
+    mixed_slots: tuple[int, ...]  # slot buckets of mixed steps
     chunk_buckets: tuple[int, ...]  # C of the compiled mixed steps, rising
     variants: tuple[str, ...]  # sampling variants of the compiled programs
     pages_per_seq: int  # W

@@ -128,10 +128,11 @@ def needs(model: ModelConfig, config: EngineConfig, platform: str) -> Needs:
     resolved = config.resolve(model, platform, None if platform == "cpu" else 1 << 62)
     limits, itemsize = resolved.limits, jnp.dtype(resolved.dtype).itemsize
     keys = program_keys(
-        num_steps=limits.num_steps,
+        lengths=resolved.lengths,
+        small_lengths=resolved.small_lengths,
         slot_buckets=limits.slot_buckets,
+        mixed_slots=resolved.mixed_slots,
         chunk_buckets=resolved.chunk_buckets,
-        scan=resolved.executor == "scan",
         variants=resolved.variants,
     )
     return Needs(

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import jax
 from tqdm.auto import tqdm
 
-from jaxsched.config import EngineConfig
-from jaxsched.engine import Engine, EngineStats
-from jaxsched.host_memory import keep_freed_memory
-from jaxsched.request import CompletionOutput, RequestOutput, SamplingParams, refuse_unknown
-from jaxsched.startup import CompileBar, default_model, use_compilation_cache
-from jaxsched.text import Tokenizer, load_tokenizer
-from jaxsched.weights import load_model, open_checkpoint
+from jaxsched.arguments import Prompt, as_list, options_for, params_for, refusal
+from jaxsched.engine import EngineStats
+from jaxsched.loading import load_engine, tokenize
+from jaxsched.metrics import Metric, RoundLog
+from jaxsched.metrics.timeline import draw_timeline
+from jaxsched.metrics.trace import write_trace
+from jaxsched.request import OutputBuilder, RequestOutput, SamplingParams
+from jaxsched.text import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-
-
-def _settings(given: dict[str, Any]) -> EngineConfig:
-    refuse_unknown("LLM", given, [field.name for field in dataclasses.fields(EngineConfig)])
-    return EngineConfig(**given)
 
 
 class LLM:
@@ -52,42 +45,11 @@ class LLM:
         use_tqdm_on_load: bool = True,
         **settings: Any,
     ):
-        config = _settings(settings)
-        use_compilation_cache()
-        checkpoint = open_checkpoint(default_model() if model is None else model, revision=revision)
-        device = jax.local_devices()[0]
-        platform = "cpu" if device.platform == "cpu" else "gpu"
-        if platform == "cpu":
-            keep_freed_memory()
-        self.config, self.model_config = config, checkpoint.model_config
-        dtype = config.resolve_dtype(self.model_config, platform)
-        if platform == "cpu" and dtype != "float32":
-            warnings.warn(f"dtype {dtype} is slower than float32 on a CPU", stacklevel=2)
-        if platform == "cpu" and "gpu_memory_utilization" in settings:
-            warnings.warn(
-                "gpu_memory_utilization does nothing on a CPU; num_pages sets the pool", stacklevel=2
-            )
-        config.resolve(
-            self.model_config, platform, 1 << 62
-        )  # refuse impossible settings before reading weights
-        graph, params = load_model(checkpoint, jax.numpy.dtype(dtype), device)
-        self.tokenizer = load_tokenizer(checkpoint.path)
-        resolved = config.resolve(
-            self.model_config, platform, _free_bytes(device, config.gpu_memory_utilization)
+        loaded = load_engine(
+            model, revision=revision, use_tqdm_on_load=use_tqdm_on_load, settings=settings, owner="LLM"
         )
-        self.engine = Engine(
-            graph,
-            params,
-            self.model_config,
-            resolved,
-            tokenizer=self.tokenizer,
-            eos_token_ids=checkpoint.eos_token_ids,
-            bos_token_id=checkpoint.bos_token_id,
-            max_stop_ids=max(config.max_stop_ids, len(checkpoint.eos_token_ids)),
-            run_ahead=config.run_ahead,
-            seed=config.seed,
-            progress=CompileBar() if use_tqdm_on_load else None,
-        )
+        self.engine, self.config = loaded.engine, loaded.config
+        self.model_config, self.tokenizer = loaded.model_config, loaded.tokenizer
         self._lock = threading.Lock()
         self._mail: dict[str, list[RequestOutput]] = {}  # pieces by request, until their reader fetches them
         self._abandoned: deque[str] = deque()  # requests whose reader has gone, to be aborted
@@ -101,42 +63,29 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        client: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Completes prompts; the outputs are in their order.
 
-        A prompt is a string, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids``. One
-        SamplingParams serves all prompts, or there is one for each.
+        A prompt is a string, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps
+        ``cache_salt``: prompts share cached pages only under equal salts. One SamplingParams serves all prompts, or
+        there is one for each. So it is with ``priority`` (lower is sooner) and ``client``, by which the scheduling
+        policies "priority" and "fair" go.
 
         A prompt that cannot be served does not stop the others: its output has ``error`` set and
         ``finish_reason`` "error", and a warning counts such prompts. If all are refused, the first error is raised.
         """
-        items, params = _as_list(prompts), sampling_params
-        outputs: list[RequestOutput | None] = [None] * len(items)
-        texts: list[list[str]] = [[] for _ in items]
+        items = as_list(prompts)
+        builders = [OutputBuilder() for _ in items]
+        options = options_for(len(items), priority, client)
         with tqdm(
             total=len(items), desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm
         ) as bar:
-            for index, piece in self._pieces(items, params):
-                if piece.error is not None:
-                    outputs[index] = piece
-                    bar.update()
-                    continue
-                whole, new = outputs[index], piece.outputs[0]
-                texts[index].append(new.text)
-                if whole is None:
-                    whole = outputs[index] = piece
-                else:
-                    whole.outputs[0].token_ids += new.token_ids
-                if piece.finished:
-                    whole.finished = True
-                    whole.outputs[0].finish_reason, whole.outputs[0].stop_reason = (
-                        new.finish_reason,
-                        new.stop_reason,
-                    )
-                    whole.outputs[0].text = "".join(texts[index])
-                    bar.update()
-        done = [output for output in outputs if output is not None]
-        assert len(done) == len(items), "a request got lost"
+            for index, piece in self._pieces(items, sampling_params, options, stream=False):
+                builders[index].add(piece)
+                bar.update(piece.finished)
+        done = [builder.output() for builder in builders]
         refused = [output for output in done if output.error is not None]
         if refused:
             if len(refused) == len(done) and refused[0].error is not None:
@@ -151,14 +100,18 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        client: str | Sequence[str] = "",
     ) -> Generator[tuple[int, RequestOutput]]:
         """Yields ``(index of the prompt, piece)`` as tokens come; a piece holds only new text and token ids.
 
         A refused prompt yields one piece with ``error``; if it is the only prompt, the error is raised. Leaving the
         loop early aborts what is unfinished.
         """
-        items = _as_list(prompts)
-        for index, piece in self._pieces(items, sampling_params):
+        items = as_list(prompts)
+        options = options_for(len(items), priority, client)
+        for index, piece in self._pieces(items, sampling_params, options, stream=True):
             if piece.error is not None and len(items) == 1:
                 raise piece.error
             yield index, piece
@@ -201,26 +154,111 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
+    def fork(
+        self, request_id: str, sampling_params: SamplingParams | None = None, *, sample: int = 0
+    ) -> Generator[RequestOutput]:
+        """Continues a request that is being streamed a second way; yields the pieces of the new request.
+
+        Its prompt is the other's prompt and all tokens that have come of its ``sample``; both share the KV pages of
+        that. ``sampling_params`` default to the other's, with another seed. Raises ValueError when the request does
+        not run any more.
+        """
+        with self._lock:
+            self._check_open()
+            new_id = self.engine.fork(request_id, sampling_params, sample=sample)
+            self._mail[new_id] = []
+        pieces = self._follow(new_id)
+        next(pieces)
+        return pieces
+
+    # -- looking inside ------------------------------------------------------------------------------------------
+
     @property
     def stats(self) -> EngineStats:
         """Counters since the engine was made: rounds, steps, tokens, pages, ..."""
         return self.engine.stats
 
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms as they stand, under vLLM's names with the prefix ``jaxsched:``.
+
+        For Prometheus: ``jaxsched.metrics.prometheus.registry(llm.engine.metrics)`` (extra ``metrics``).
+        """
+        return self.engine.metrics.snapshot()
+
+    def record_rounds(self, path: str | os.PathLike[str]) -> RoundLog:
+        """From now on every round is appended to a file, one JSON line each; see ``metrics.RoundRecord``.
+
+        Ends when the returned log or this LLM is closed.
+        """
+        with self._lock:
+            self._check_open()
+            self.engine.round_log = RoundLog(path)
+            return self.engine.round_log
+
+    def timeline(self, path: str | os.PathLike[str], *, limit_s: float | None = None) -> None:
+        """Draws the latest rounds (at most 1024): what each slot did over time.
+
+        ``path`` ends in .json for a trace that Perfetto and chrome://tracing show, otherwise it is a picture (.png,
+        .svg, .pdf; extra ``plot``). ``limit_s``: only the last so many seconds. Raises ValueError before any round.
+        """
+        with self._lock:
+            rounds = list(self.engine.rounds)
+        if rounds and limit_s is not None:
+            rounds = [record for record in rounds if record.time >= rounds[-1].time - limit_s]
+        if str(path).endswith(".json"):
+            write_trace(rounds, path)
+        else:
+            draw_timeline(rounds, path)
+
+    # -- control -------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what the KV pages hold; later prompts are read anew."""
+        with self._lock:
+            self._check_open()
+            self.engine.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Frees the KV pool until ``wake_up``: weights and compiled programs stay. Running requests wait."""
+        with self._lock:
+            self._check_open()
+            self.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Makes the KV pool anew. Waiting requests go on."""
+        with self._lock:
+            self._check_open()
+            self.engine.wake_up()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM is closed; make a new one")
+
     # -- plumbing ------------------------------------------------------------------------------------------------
 
-    def _pieces(self, prompts: list[Prompt], params: Any) -> Generator[tuple[int, RequestOutput]]:
+    def _pieces(
+        self, prompts: list[Prompt], params: Any, options: list[dict[str, Any]], *, stream: bool
+    ) -> Generator[tuple[int, RequestOutput]]:
         """Queues the prompts, drives the engine and yields their pieces. Aborts what is left when it is closed."""
-        each = _params_for(prompts, params)
+        each = params_for(prompts, params)
         index_of: dict[str, int] = {}
         refused: dict[int, ValueError] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    index_of[self._submit(prompt, one)] = index
+                    index_of[self._submit(prompt, one, stream=stream, **options[index])] = index
                 except ValueError as error:
                     refused[index] = error
             for index, reason in refused.items():
-                yield index, _refusal(prompts[index], reason)
+                yield index, refusal(prompts[index], reason)
+        except BaseException:
+            self._abandon(list(index_of))
+            raise
+        yield from self._read(index_of)
+
+    def _read(self, index_of: dict[str, int]) -> Generator[tuple[int, RequestOutput]]:
+        """Drives the engine and yields the pieces of these requests. Aborts what is left when it is closed."""
+        try:
             while index_of:
                 for request_id, piece in self._pump(index_of):
                     yield index_of[request_id], piece
@@ -230,33 +268,29 @@ class LLM:
             if index_of and not self._closed:
                 self._abandon(list(index_of))
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> str:
-        text, ids = self._tokenize(prompt)
+    def _follow(self, request_id: str) -> Generator[Any]:
+        """The pieces of one request. Its maker takes the first None: so closing it unread aborts the request too."""
+        index_of = {request_id: 0}
+        try:
+            yield None
+            for _, piece in self._read(index_of):
+                yield piece
+        finally:
+            if index_of and not self._closed:
+                self._abandon(list(index_of))
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, *, stream: bool, **options: Any) -> str:
+        text, ids, salt = tokenize(self.tokenizer, prompt)
         try:
             with self._lock:
-                if self._closed:
-                    raise RuntimeError("this LLM is closed; make a new one")
-                request_id = self.engine.add_request(ids, params, prompt=text)
+                self._check_open()
+                request_id = self.engine.add_request(
+                    ids, params, prompt=text, cache_salt=salt, stream=stream, **options
+                )
                 self._mail[request_id] = []
                 return request_id
         finally:
             self._abort_abandoned()
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        text: Any = prompt
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if unknown or not prompt:
-                found = ", ".join(sorted(map(repr, unknown))) or "nothing"
-                raise ValueError(f"a prompt dict has 'prompt' or 'prompt_token_ids', not {found}")
-            text = prompt.get("prompt")
-            if prompt.get("prompt_token_ids") is not None:
-                return text, prompt["prompt_token_ids"]
-        if not isinstance(text, str):
-            return None, text
-        if self.tokenizer is None:
-            raise ValueError("this checkpoint has no tokenizer; pass prompts as lists of token ids")
-        return text, self.tokenizer.encode(text)
 
     def _pump(self, mine: Mapping[str, int]) -> list[tuple[str, RequestOutput]]:
         """One engine step, unless another caller's step has already brought something for us."""
@@ -264,6 +298,8 @@ class LLM:
             with self._lock:
                 if self._closed:
                     raise RuntimeError("this LLM was closed while requests were running")
+                if self.engine.asleep:
+                    raise RuntimeError("this LLM is asleep; call wake_up() first")
                 if not any(self._mail[request_id] for request_id in mine):
                     for piece in self.engine.step():
                         box = self._mail.get(piece.request_id)
@@ -332,54 +368,3 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many -> a list of prompts. A flat list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray):
-        raise TypeError("prompts must be text, not bytes; decode them first")
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be text, token ids, or a list of these, not {type(prompts).__name__}")
-    items: list[Any] = list(prompts)
-    if items and all(_is_token_id(item) for item in items):
-        return [items]
-    return items
-
-
-def _is_token_id(item: Any) -> bool:
-    """Whether it is one number: arrays have ``__index__`` whatever their shape."""
-    return hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0
-
-
-def _params_for(prompts: list[Prompt], params: Any) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if not isinstance(params, Sequence):
-        raise TypeError(
-            f"sampling_params must be SamplingParams or a list of them, not {type(params).__name__}"
-        )
-    each = list(params)
-    if len(each) != len(prompts):
-        raise ValueError(
-            f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one for each"
-        )
-    for one in each:
-        if not isinstance(one, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, not {type(one).__name__}")
-    return each
-
-
-def _refusal(prompt: Prompt, error: ValueError) -> RequestOutput:
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput("", text, [], [CompletionOutput(finish_reason="error")], finished=True, error=error)
-
-
-def _free_bytes(device: jax.Device, utilization: float) -> int | None:
-    """Bytes of GPU memory left for the KV pool, or None where the device does not say (a CPU)."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats:
-        return None
-    limit = stats.get("bytes_limit", 0)
-    return int(limit * utilization) - stats.get("bytes_in_use", 0)

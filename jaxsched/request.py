@@ -10,6 +10,8 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
+MAX_SAMPLES = 1024  # of one request
+
 
 def _number(
     name: str, value: Any, low: float, high: float, remedy: str = "", *, positive: bool = False
@@ -54,6 +56,7 @@ class SamplingParams:
     Filters apply in this order: temperature, top_k, top_p, min_p. Raises ValueError naming field, value and range.
     """
 
+    n: int = 1  # samples of one prompt; they share its KV pages and differ in their seeds
     temperature: float = 1.0  # >= 0; below 1e-5 it means argmax, ties to the lowest id
     top_k: int = 0  # keep the k best tokens; 0 or -1 = off; more than the vocabulary = off
     top_p: float = 1.0  # in (0, 1]; keep the smallest set of best tokens with this probability
@@ -69,7 +72,15 @@ class SamplingParams:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
+        put("n", _integer("n", self.n, 1))
+        if self.n > MAX_SAMPLES:
+            raise ValueError(f"n is {self.n}; it must be at most {MAX_SAMPLES}")
         put("temperature", _number("temperature", self.temperature, 0.0, math.inf))
+        if self.n > 1 and self.greedy:
+            raise ValueError(
+                f"n is {self.n}, but temperature {self.temperature:g} is greedy, so all samples would be equal; "
+                "raise temperature or leave n at 1"
+            )
         put(
             "top_k",
             0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, remedy="; 0 or -1 turns it off"),
@@ -118,7 +129,7 @@ _with_hints(SamplingParams)
 class CompletionOutput:
     """One generated continuation."""
 
-    index: int = 0
+    index: int = 0  # which of the n samples
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)  # includes the token that ended it
     finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
@@ -134,9 +145,14 @@ class RequestMetrics:
     """When things happened, in seconds of the engine's clock (``time.monotonic`` unless another was passed in)."""
 
     arrival: float = 0.0
-    first_token: float | None = None
+    first_scheduled: float | None = None  # it got a slot
+    first_token: float | None = None  # the host saw it
+    last_token: float | None = None  # the host saw the latest one
     finished: float | None = None
     preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, found in the prefix cache
+    generation_tokens: int = 0  # of all samples
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -146,9 +162,11 @@ class RequestMetrics:
 
 @dataclasses.dataclass
 class RequestOutput:
-    """A request's result. ``outputs`` has one element. A refused request has ``error`` and no tokens.
+    """A request's result. ``outputs`` has one element for each of its n samples. A refused request has ``error`` and
+    no tokens.
 
-    From ``LLM.stream`` it is a piece: ``text`` and ``token_ids`` of ``outputs[0]`` hold only what is new.
+    From ``LLM.stream`` it is a piece: it has the samples for which there is something new, and their ``text`` and
+    ``token_ids`` hold only that.
     """
 
     request_id: str
@@ -158,3 +176,32 @@ class RequestOutput:
     finished: bool = False
     error: Exception | None = None
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
+
+
+class OutputBuilder:
+    """Puts the pieces of one request together."""
+
+    def __init__(self) -> None:
+        self._last: RequestOutput | None = None
+        self._samples: dict[int, CompletionOutput] = {}
+        self._texts: dict[int, list[str]] = {}
+
+    def add(self, piece: RequestOutput) -> None:
+        """The next piece."""
+        self._last = piece
+        for new in piece.outputs:
+            whole = self._samples.get(new.index)
+            if whole is None:
+                self._samples[new.index] = dataclasses.replace(new, token_ids=list(new.token_ids))
+                self._texts[new.index] = [new.text]
+                continue
+            whole.token_ids += new.token_ids
+            whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+            self._texts[new.index].append(new.text)
+
+    def output(self) -> RequestOutput:
+        """The whole, its samples in order."""
+        assert self._last is not None, "a request got lost"
+        for index, texts in self._texts.items():
+            self._samples[index].text = "".join(texts)
+        return dataclasses.replace(self._last, outputs=[self._samples[i] for i in sorted(self._samples)])

@@ -1,17 +1,20 @@
 """A device made of Python lists, for tests of the scheduler. It does what the step functions do with a plan, and
 checks every read and every write. Imports no jax."""
 
-import copy
 import itertools
 import zlib
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from jaxsched.schedule import Limits, RoundPlan, Scheduler, Sequence, Status
+from jaxsched.schedule.policies import Policy
+from jaxsched.schedule.rounds import RoundController
 
 NO_TOKEN = -1
 VOCAB = 50
-GREEDY_ROW = SimpleNamespace(greedy=True)
+STOP = VOCAB  # a token that comes only where a sequence is made to stop
+GREEDY_ROW, SAMPLED_ROW = SimpleNamespace(greedy=True), SimpleNamespace(greedy=False)
 
 
 def make_limits(**changes) -> Limits:
@@ -27,150 +30,271 @@ def make_limits(**changes) -> Limits:
     return Limits(**values)
 
 
-def make_sequence(name, prompt_len, max_tokens, stop_ids=(), greedy=True) -> Sequence:
-    prompt = [zlib.crc32(f"{name}/prompt/{i}".encode()) % VOCAB for i in range(prompt_len)]
-    row = GREEDY_ROW if greedy else SimpleNamespace(greedy=False)
-    return Sequence(str(name), prompt, max_tokens, frozenset(stop_ids), row)
+def make_sequence(name, prompt, max_tokens, stop_ids=(), greedy=True, stops_at=None, **fields) -> Sequence:
+    """``prompt``: its tokens, or how many tokens of its own it has. ``fields`` are more of Sequence's.
+
+    ``stops_at``: the length of output at which it ends with STOP.
+    """
+    if isinstance(prompt, int):
+        prompt = [zlib.crc32(f"{name}/prompt/{i}".encode()) % VOCAB for i in range(prompt)]
+    row = GREEDY_ROW if greedy else SAMPLED_ROW
+    if stops_at is not None:
+        row, stop_ids = SimpleNamespace(greedy=greedy, stops_at=stops_at), (*stop_ids, STOP)
+    return Sequence(str(name), prompt, max_tokens, frozenset(stop_ids), row, **fields)
 
 
-def answer(name: str, position: int) -> int:
+def answer(sequence: Sequence, position: int) -> int:
     """The token that the fake model gives a sequence at a position of its output."""
-    return zlib.crc32(f"{name}/{position}".encode()) % VOCAB
+    if position + 1 == getattr(sequence.row, "stops_at", None):
+        return STOP
+    return zlib.crc32(f"{sequence.id}/{position}".encode()) % VOCAB
 
 
 def expected_output(sequence: Sequence) -> list[int]:
     out = []
     while len(out) < sequence.max_tokens:
-        out.append(answer(sequence.id, len(out)))
+        out.append(answer(sequence, len(out)))
         if out[-1] in sequence.stop_ids:
             break
     return out
 
 
 class _Slot:
+    """A row of the slot table. ``context`` positions of it are written; ``chain[i]`` is what position i must hold."""
+
     def __init__(self):
-        self.sequence, self.table, self.context, self.live, self.left, self.position = (
-            None,
-            {},
-            0,
-            False,
-            0,
-            0,
-        )
+        self.sequence, self.table, self.chain = None, {}, []
+        self.context, self.live, self.left, self.position = 0, False, 0, 0
+        self.reading = False  # its prompt has been begun and not ended
+
+    def admit(self, sequence: Sequence) -> None:
+        self.__init__()
+        self.sequence = sequence
+        self.left, self.position = sequence.max_tokens - len(sequence.output), len(sequence.output)
+        for token in [*sequence.prompt, *sequence.output]:
+            self.extend(token)
+
+    def extend(self, token: int) -> None:
+        """Content is named by everything from the first token on, and by the salt: equal hash, equal K and V."""
+        salt = self.sequence.salt
+        parent = self.chain[-1] if self.chain else (self.sequence.id if salt is None else salt)
+        self.chain.append(hash((parent, token)))
+
+    def moved(self) -> "_Slot":
+        copy = _Slot()
+        copy.__dict__.update(self.__dict__)
+        copy.table, copy.chain = dict(self.table), list(self.chain)
+        return copy
 
 
 class FakeDevice:
-    """Runs plans in the order in which they were made."""
+    """Runs plans in the order in which they were made.
+
+    A write must go to a page that the host has given to this sequence, and that nobody else has begun to use; a read
+    must find what this very prefix, under this salt, put there.
+    """
 
     def __init__(self, limits: Limits):
         self.limits = limits
         self.slots = [_Slot() for _ in range(limits.num_slots)]
-        self.cells: dict[tuple[int, int], tuple[str, int]] = {}  # (page, offset) -> (sequence, position)
+        self.pages: list[list] = [[None] * limits.page_size for _ in range(limits.num_pages)]
+        self.users: Counter = Counter()  # page -> rows that have written or read it and go on
+        self.prompt_tokens = 0  # read so far
 
     def run(self, plan: RoundPlan) -> list[list[int]]:
         """The round's tokens, ``[slot][step]``."""
         before = list(self.slots)
         for old, new in plan.moves:
-            self.slots[new] = copy.copy(before[old])
-            self.slots[new].table = dict(before[old].table)
+            self.slots[new] = before[old].moved()
         for slot in plan.drops:
-            self.slots[slot].live = False
+            self.slots[slot].live = self.slots[slot].reading = False
         for slot, sequence in plan.admits:
-            row = self.slots[slot]
-            row.sequence, row.live, row.context = sequence, False, 0
-            row.left, row.position = sequence.max_tokens - len(sequence.output), len(sequence.output)
+            self.slots[slot].admit(sequence)
         for slot, index, page in plan.pages:
             self.slots[slot].table[index] = page
+        self.users = Counter(
+            row.table[index]
+            for row in self.slots
+            if row.live or row.reading
+            for index in range(self.limits.pages_for(row.context))
+        )
         table = [[NO_TOKEN] * plan.steps for _ in self.slots]
         for step in range(plan.steps):
-            mixed = plan.mixed[step] if step < len(plan.mixed) else None
-            self._step(step, mixed.pieces if mixed else (), plan.slots, table)
+            if step < len(plan.mixed):
+                self._step(step, plan.mixed[step].pieces, plan.slots, table, decode=plan.decode)
+            else:
+                self._step(step, (), plan.slots, table)
+        self._check_entries(plan, table)
         return table
 
-    def _step(self, step, pieces, bucket, table):
-        assert not any(row.live for row in self.slots[bucket:]), "a live slot is outside the slot bucket"
-        samples = []
+    def _step(self, step, pieces, bucket, table, decode=True):
+        assert not decode or not any(r.live for r in self.slots[bucket:]), "a live slot is out of the bucket"
+        samples, begun = [], []
         for slot, row in enumerate(self.slots[:bucket]):
-            if row.live:
-                self._write(row, row.context)
+            if row.live and decode:
+                self._write(row, row.context, row.context + 1)
+                row.context += 1
                 samples.append((slot, row))
         for piece in pieces:
             row = self.slots[piece.slot]
             assert piece.slot < bucket and row.sequence is piece.sequence and not row.live
-            assert piece.start == row.context, "a chunk does not follow the last one"
-            for position in range(piece.start, piece.start + piece.length):
-                self._write(row, position)
-            row.context = piece.start + piece.length
+            if not row.reading:
+                shared, rest = divmod(piece.start, self.limits.page_size)
+                assert rest == 0, "a prefix is shared to the middle of a page"
+                row.context, row.reading = piece.start, True
+                begun += [row.table[index] for index in range(shared)]
+            assert piece.start == row.context and piece.length > 0, "a chunk does not follow the last one"
+            self._write(row, piece.start, piece.start + piece.length)
+            row.context += piece.length
+            self.prompt_tokens += piece.length
+            assert piece.ends == (row.context == len(row.chain)), "the prompt ends before or after its end"
             if piece.ends:
-                known = len(row.sequence.prompt) + row.position
-                assert row.context == known, "the prompt ends before or after its end"
                 samples.append((piece.slot, row))
-        for slot, row in samples:
-            row.context += row.live
+                row.reading = False
+        # All rows of a step write before any of them reads, so pages that this step fills can be shared in it.
+        self.users.update(begun)
+        for row in {
+            id(r): r for r in [r for _, r in samples] + [self.slots[p.slot] for p in pieces]
+        }.values():
             self._read(row)
-            token = answer(row.sequence.id, row.position)
+        for slot, row in samples:
+            token = answer(row.sequence, row.position)
+            row.extend(token)
             row.position += 1
             row.left -= 1
             row.live = row.left > 0 and token not in row.sequence.stop_ids
             table[slot][step] = token
 
-    def _cell(self, row, position):
-        index, offset = divmod(position, self.limits.page_size)
-        assert index in row.table, f"{row.sequence.id} has no page for position {position}"
-        return row.table[index], offset
-
-    def _write(self, row, position):
-        assert position < self.limits.max_model_len
-        self.cells[self._cell(row, position)] = (row.sequence.id, position)
+    def _write(self, row, start, stop):
+        assert stop <= self.limits.max_model_len
+        size, name = self.limits.page_size, row.sequence.id
+        for position in range(start, stop):
+            index, offset = divmod(position, size)
+            assert index in row.table, f"{name} has no page for position {position}"
+            page, own = row.table[index], row.sequence.pages
+            assert index < len(own) and own[index] == page, (
+                f"{name} writes page {page}, which it does not own"
+            )
+            if position == start or offset == 0:
+                mine = offset > 0  # then it has counted as a user since its last write
+                assert self.users[page] == mine, f"{name} writes page {page}, which others read"
+                self.users[page] = 1
+            self.pages[page][offset] = row.chain[position]
 
     def _read(self, row):
-        """All that attention sees must be this sequence's own."""
-        for position in range(row.context):
-            found = self.cells.get(self._cell(row, position))
-            assert found == (row.sequence.id, position), (
-                f"{row.sequence.id}/{position} was overwritten: {found}"
-            )
+        """All that attention sees must be what this prefix has put there."""
+        size = self.limits.page_size
+        for start in range(0, row.context, size):
+            stop = min(start + size, row.context)
+            found = self.pages[row.table[start // size]][: stop - start]
+            assert found == row.chain[start:stop], f"{row.sequence.id}/{start}.. was overwritten"
+
+    def _check_entries(self, plan, table):
+        """The plan has an entry for every token that comes out of the round."""
+        spans = {e.slot: (e.sequence, e.first, e.first + e.steps) for e in plan.entries}
+        assert len(spans) == len(plan.entries), "a slot has two entries"
+        for slot, tokens in enumerate(table):
+            at = [step for step, token in enumerate(tokens) if token != NO_TOKEN]
+            if at:
+                sequence, first, stop = spans[slot]
+                assert sequence is self.slots[slot].sequence and first == at[0] and at[-1] < stop
 
 
 def check_ownership(scheduler: Scheduler) -> None:
-    """Each page is owned once, each slot too, and nothing is lost."""
-    pool = scheduler.pool
-    owned = list(itertools.chain.from_iterable(s.pages for s in scheduler.running))
-    assert sorted([*owned, *pool._free]) == list(range(pool.num_pages))
-    slots = [s.slot for s in scheduler.running]
-    assert sorted([*slots, *scheduler._free_slots]) == list(range(scheduler.limits.num_slots))
-    for sequence in scheduler.running:
-        assert sequence.status in (Status.PREFILL, Status.DECODE)
-        assert len(sequence.pages) <= scheduler.limits.pages_for(scheduler.limits.max_model_len)
-    waiting = [s for s in scheduler._waiting if s.status is Status.WAITING]
-    assert len(waiting) == scheduler.num_waiting
-    assert all(s.slot == -1 and not s.pages and not s.pending for s in waiting)
+    """Each page has as many owners as running sequences list it, each slot has one, and nothing is lost."""
+    pool, running = scheduler.memory.pool, scheduler.running
+    owners = Counter(itertools.chain.from_iterable(s.pages for s in running))
+    assert pool._owners == [owners[page] for page in range(pool.num_pages)]
+    assert sorted([*owners, *pool._blank, *pool._cached]) == list(range(pool.num_pages))
+    known = {page: key for page, key in enumerate(pool._key_of) if key is not None}
+    assert pool._page_of == {key: page for page, key in known.items()}
+    assert known.keys() >= set(pool._cached) and not known.keys() & set(pool._blank)
+    assert pool.keep or not pool._cached
+    assert sorted([*(s.slot for s in running), *scheduler._free_slots]) == list(
+        range(scheduler.limits.num_slots)
+    )
+    growth = 0
+    for sequence in running:
+        assert sequence.status in (Status.PREFILL, Status.DECODE) and sequence.pending >= 0
+        assert len(set(sequence.pages)) == len(sequence.pages)
+        growth += scheduler.limits.pages_for(len(sequence.prompt) + sequence.max_tokens - 1) - len(
+            sequence.pages
+        )
+    assert scheduler.memory._growth == growth >= 0
 
 
 class Loop:
-    """Scheduler and device together, with ``run_ahead`` rounds in flight beyond the one to be committed next."""
+    """Scheduler and device together, with ``run_ahead`` rounds in flight beyond the one to be committed next.
 
-    def __init__(self, limits: Limits, run_ahead: int = 0):
-        self.scheduler, self.device, self.run_ahead = Scheduler(limits), FakeDevice(limits), run_ahead
-        self.in_flight: deque = deque()
+    The clock stands still unless there is a ``step_time(chunk, slots, context)``: seconds that a step takes. Then it
+    goes on with each round that is committed, and the controller is told, as the engine would do it; ``host_time`` is
+    what each round costs the host. ``checks``: whether ownership is checked after each plan and commit.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        run_ahead: int = 0,
+        policy: str | Policy = "stall-free",
+        controller: RoundController | None = None,
+        step_time: Callable[[int, int, int], float] | None = None,
+        host_time: float = 0.0,
+        checks: bool = True,
+    ):
+        self.scheduler, self.device = Scheduler(limits, policy, controller), FakeDevice(limits)
+        self.run_ahead, self.step_time, self.host_time, self.now = run_ahead, step_time, host_time, 0.0
+        self.checks = checks
+        self.in_flight: deque[list] = deque()  # [plan, its tokens, steps that were committed]
         self.plans: list[RoundPlan] = []
 
     def add(self, *sequences: Sequence) -> None:
         for sequence in sequences:
-            self.scheduler.add(sequence)
+            self.scheduler.add(sequence, self.now)
 
     def plan(self) -> RoundPlan | None:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.now)
         if plan is not None:
             self.plans.append(plan)
-            self.in_flight.append((plan, self.device.run(plan)))
-        check_ownership(self.scheduler)
+            self.in_flight.append([plan, self.device.run(plan), 0])
+        if self.checks:
+            check_ownership(self.scheduler)
         return plan
 
-    def commit(self) -> list:
-        changed = self.scheduler.commit(*self.in_flight.popleft())
-        check_ownership(self.scheduler)
+    def commit(self, steps: int | None = None) -> list[tuple[Sequence, list[int]]]:
+        """Commits the oldest round, or its next ``steps`` steps."""
+        plan, table, first = flight = self.in_flight[0]
+        stop = plan.steps if steps is None else min(first + steps, plan.steps)
+        if self.step_time is not None:
+            self._measure(plan, first, stop)
+        changed = self.scheduler.commit(plan, [tokens[first:stop] for tokens in table], first)
+        flight[2] = stop
+        if stop == plan.steps:
+            self.in_flight.popleft()
+            self.scheduler.controller.host_time(self.host_time)
+        if self.checks:
+            check_ownership(self.scheduler)
         return changed
+
+    def _measure(self, plan: RoundPlan, first: int, stop: int) -> None:
+        """Tells the controller what the steps of a part took: mixed steps one by one, decode steps together."""
+        assert self.step_time is not None
+        mixed = len(plan.mixed)
+        spans = [(i, i + 1) for i in range(first, min(stop, mixed))]
+        spans += [(max(first, mixed), stop)] if stop > mixed else []
+        full = self.scheduler.limits.slot_buckets[-1]
+        for begin, end in spans:
+            chunk, slots = (
+                (self.chunk_bucket(plan.mixed[begin].tokens), full) if begin < mixed else (0, plan.slots)
+            )
+            seconds = self.step_time(chunk, slots, plan.context) * (end - begin)
+            self.now += seconds
+            self.scheduler.controller.measured(
+                chunk, slots, plan.context, end - begin, seconds, len(plan.entries)
+            )
+
+    def chunk_bucket(self, tokens: int) -> int:
+        sizes = getattr(self.scheduler.controller, "chunk_sizes", (self.scheduler.limits.chunk_tokens,))
+        return next(size for size in sizes if size >= tokens)
 
     def step(self) -> None:
         while len(self.in_flight) <= self.run_ahead and self.plan() is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxsched import EngineConfig, RequestOutput, SamplingParams
+from jaxsched import CompletionOutput, EngineConfig, SamplingParams
 from jaxsched.engine import Engine
 from jaxsched.models import ModelConfig
 from jaxsched.step import RoundInputs, SamplingRows, sample
@@ -64,9 +64,12 @@ def make_engine(model: Model, **settings: Any) -> Engine:
         "bos_token_id": model.checkpoint.bos_token_id,
         "max_stop_ids": config.max_stop_ids,
         "run_ahead": config.run_ahead,
+        "just_in_time": config.auto_steps,
         "seed": config.seed,
+        "policy": config.scheduling_policy,
     }
     resolved = config.resolve(model.config, "cpu")
+    options["controller"] = config.controller(resolved)
     return Engine(model.graph, model.params, model.config, resolved, **{**options, **engine_only})
 
 
@@ -78,21 +81,25 @@ class Result:
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | None = None
-    pieces: int = 0
+    pieces: int = dataclasses.field(default=0, compare=False)
 
-    def add(self, piece: RequestOutput) -> None:
+    def add(self, output: CompletionOutput) -> None:
         assert self.finish_reason is None, "a piece came after the last one"
         self.pieces += 1
-        self.ids += piece.outputs[0].token_ids
-        self.text += piece.outputs[0].text
-        self.finish_reason, self.stop_reason = piece.outputs[0].finish_reason, piece.outputs[0].stop_reason
-        assert piece.finished == (self.finish_reason is not None)
+        self.ids += output.token_ids
+        self.text += output.text
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
 
 def collect(engine: Engine, results: dict[str, Result]) -> None:
-    """One engine step, its pieces added to ``results``."""
+    """One engine step, its pieces added to ``results``. Samples but the first go by "id#index"."""
     for piece in engine.step():
-        results.setdefault(piece.request_id, Result()).add(piece)
+        assert piece.error is None, piece.error
+        for output in piece.outputs:
+            name = piece.request_id if output.index == 0 else f"{piece.request_id}#{output.index}"
+            results.setdefault(name, Result()).add(output)
+        if len(piece.outputs) == 1 and piece.outputs[0].index == 0 and piece.finished:
+            assert piece.outputs[0].finish_reason is not None
 
 
 def drain(engine: Engine, results: dict[str, Result] | None = None, limit: int = 5000) -> dict[str, Result]:
@@ -112,14 +119,27 @@ def run_all(engine: Engine, requests: Iterable[tuple[Sequence[int], SamplingPara
     return [results[i] for i in ids]
 
 
+def thrash(engine: Engine, rng: np.random.Generator) -> None:
+    """Preempts a running sequence, as a pool would that is too small."""
+    running = list(engine.scheduler.running)
+    if running:
+        engine.scheduler.evict(running[int(rng.integers(len(running)))], engine.clock())
+
+
 def assert_idle(engine: Engine) -> None:
     """Everything is where it was when the engine was new (O5)."""
     scheduler, limits = engine.scheduler, engine.resolved.limits
-    assert sorted(scheduler.pool._free) == list(range(limits.num_pages))
+    pool = scheduler.memory.pool
+    assert (pool.used, pool.free) == (0, limits.num_pages)
+    assert sorted([*pool._blank, *pool._cached]) == list(range(limits.num_pages))
+    assert not any(pool._owners) and scheduler.memory._growth == 0
+    assert {page for page, key in enumerate(pool._key_of) if key is not None} == set(pool._cached)
     assert sorted(scheduler._free_slots) == list(range(limits.num_slots))
-    assert (scheduler.running, scheduler.num_waiting, scheduler.in_flight) == ([], 0, 0)
-    assert not scheduler._waiting or scheduler.num_waiting
-    assert (engine._requests, list(engine._in_flight), engine._pieces) == ({}, [], [])
+    assert (scheduler.running, scheduler.num_waiting, scheduler.in_flight) == ({}, 0, 0)
+    assert (scheduler.num_streaming, scheduler._waiting_tokens) == (0, 0)
+    assert (engine.requests.by_id, list(engine.pipeline.flights), engine.requests.pieces) == ({}, [], [])
+    gauges = engine.metrics._gauges
+    assert {name: gauges[name] for name in gauges if gauges[name]} == {}
     assert not engine.has_work
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 
 # Part of jaxsched -> what it must not import. A name stands for itself and everything below it.
-TOP = {"jaxsched.cli", "jaxsched.llm"}
+TOP = {"jaxsched.cli", "jaxsched.llm", "jaxsched.async_llm", "jaxsched.async_stream", "jaxsched.loading"}
 HOST = {"jaxsched.engine", "jaxsched.schedule", *TOP}
 FORBIDDEN = {
     "jaxsched.schedule": {
@@ -23,7 +23,8 @@ FORBIDDEN = {
     "jaxsched.step": HOST,
     "jaxsched.text": {*HOST, "jaxsched.step", "jax", "flax"},
     "jaxsched.weights": {*HOST, "jaxsched.step"},
-    "jaxsched.engine": TOP,
+    "jaxsched.engine": {"asyncio", *TOP},
+    "jaxsched.metrics": {"jax", "jaxlib", "flax"},
     "jaxsched.llm": {"jaxsched.cli"},
     "jaxsched.config": {"jaxsched.engine", "jaxsched.step", *TOP},  # it makes the scheduler's limits
     "jaxsched.request": {*HOST, "jaxsched.step", "jax", "flax"},
@@ -33,6 +34,8 @@ FORBIDDEN = {
 ONLY = {
     "jaxsched.models": {"jaxsched.models", "jaxsched.pallas_kernels"},
     "jaxsched.pallas_kernels": {"jaxsched.pallas_kernels"},
+    "jaxsched.metrics": {"jaxsched.metrics"},
+    "jaxsched.schedule": {"jaxsched.schedule"},
 }
 
 

@@ -12,8 +12,10 @@ import pytest
 from harness import GREEDY, make_engine
 from jaxsched import LLM, EngineConfig, SamplingParams
 from jaxsched.config import cache_dir
-from jaxsched.llm import _free_bytes, _settings
+from jaxsched.loading import free_bytes
 from jaxsched.models import ModelConfig
+from jaxsched.schedule.policies import Priority
+from jaxsched.schedule.rounds import AdaptiveRounds, FixedRounds
 from jaxsched.step.programs import Programs
 
 MODEL = ModelConfig("LlamaForCausalLM", 1000, 64, 2, 4, 2, 16, 128, 1024)
@@ -30,7 +32,7 @@ def resolve(platform="cpu", free_bytes=None, model=MODEL, **settings):
 def memory_of(utilization):
     stats = {"bytes_limit": 10 << 30, "bytes_in_use": 1 << 30}
     device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    free = _free_bytes(device, utilization)
+    free = free_bytes(device, utilization)
     return resolve("gpu", free, max_num_seqs=10_000_000, num_scheduler_steps=1).limits.num_pages
 
 
@@ -41,18 +43,25 @@ SEEN_IN_RESOLVE = {
     "max_num_seqs": (None, 7),
     "max_num_batched_tokens": (None, 100),
     "enable_chunked_prefill": (True, False),
-    "num_scheduler_steps": (8, 3),
-    "prefill_chunk_size": (256, None),
+    "num_scheduler_steps": ("auto", 3),
+    "prefill_chunk_size": ("auto", None),
+    "enable_prefix_caching": (True, False),
     "page_size": (16, 32),
     "num_pages": (None, 50),
     "executor": ("scan", "dispatch"),
 }
-SEEN_ELSEWHERE = {"gpu_memory_utilization", "seed", "max_stop_ids", "run_ahead"}
+SEEN_IN_CONTROLLER = {
+    "target_ttft_ms": (None, 50),
+    "target_itl_ms": (None, 20.0),
+    "prefill_share": ((0.3, 0.5), [0.1, 0.2]),
+    "stream_interval": (8, 2),
+}
+SEEN_ELSEWHERE = {"gpu_memory_utilization", "seed", "max_stop_ids", "run_ahead", "scheduling_policy"}
 
 
 def test_no_field_is_left_out():
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert names == set(SEEN_IN_RESOLVE) | SEEN_ELSEWHERE
+    assert names == set(SEEN_IN_RESOLVE) | set(SEEN_IN_CONTROLLER) | SEEN_ELSEWHERE
 
 
 @pytest.mark.parametrize("field", SEEN_IN_RESOLVE)
@@ -61,12 +70,56 @@ def test_field_changes_what_is_resolved(field):
     assert resolve(**{field: one}) != resolve(**{field: other})
 
 
+def controller(**settings):
+    return EngineConfig(**settings).controller(resolve(**settings))
+
+
+@pytest.mark.parametrize("field", SEEN_IN_CONTROLLER)
+def test_field_changes_the_controller(field):
+    """What the rules make of it is tested in tests/schedule; where nothing could use it, it is refused."""
+    with_it = {"target_itl_ms": 9} if field == "prefill_share" else {}
+    one, other = (vars(controller(**{field: value}, **with_it)) for value in SEEN_IN_CONTROLLER[field])
+    assert len([name for name in one if name != "cost" and one[name] != other[name]]) == 1
+    fixed = {"num_scheduler_steps": 8, "prefill_chunk_size": 64, field: SEEN_IN_CONTROLLER[field][1]}
+    with pytest.raises(
+        ValueError, match=f"^{field} is .*both fixed, so there is nothing that it could steer"
+    ):
+        EngineConfig(**fixed)
+
+
+def test_prefill_share_goes_with_a_target():
+    with pytest.raises(
+        ValueError, match=r"prefill_share is \(0.1, 0.2\), but it divides the time that target_itl_ms"
+    ):
+        EngineConfig(prefill_share=(0.1, 0.2))
+
+
+def test_controllers():
+    auto, fixed = controller(), controller(num_scheduler_steps=3, prefill_chunk_size=64)
+    assert isinstance(auto, AdaptiveRounds) and isinstance(fixed, FixedRounds)
+    assert (fixed.steps, fixed.chunk) == (3, 64)
+    assert (auto.step_sizes, auto.chunk_sizes) == ((1, 2, 4, 8, 16), (16, 64, 128, 256))
+    half = controller(num_scheduler_steps=3)
+    assert (half.step_sizes, half.chunk_sizes) == ((3,), (16, 64, 128, 256))
+    half = controller(prefill_chunk_size=None)
+    assert (half.step_sizes, half.chunk_sizes) == ((1, 2, 4, 8, 16), (1024,))
+
+
+def test_scheduling_policy(toy, monkeypatch):
+    monkeypatch.setattr(Programs, "compile", lambda *_, **__: None)
+    assert make_engine(toy("base"), scheduling_policy="fair").scheduler.policy.name == "fair"
+    mine = Priority(ageing_s=None)
+    assert make_engine(toy("base"), scheduling_policy=mine).scheduler.policy is mine
+    with pytest.raises(ValueError, match="policy 'lifo' is unknown; choose one of stall-free, fcfs"):
+        EngineConfig(scheduling_policy="lifo")
+
+
 def test_gpu_memory_utilization():
     """On a GPU it sets the pool; on a CPU, where it cannot, LLM says so (tests/test_llm.py)."""
     assert memory_of(0.9) > memory_of(0.5) > memory_of(0.2) > 0
     assert memory_of(0.5) == ((5 << 30) - (1 << 30) - (512 << 20)) // (16 * BYTES_PER_TOKEN // 2)
     cpu = types.SimpleNamespace(platform="cpu", memory_stats=lambda: None)
-    assert _free_bytes(cpu, 0.9) is None
+    assert free_bytes(cpu, 0.9) is None
 
 
 def test_seed(toy):
@@ -93,9 +146,9 @@ def test_max_stop_ids(toy, monkeypatch):
 @pytest.mark.parametrize("run_ahead", [0, 1, 3])
 def test_run_ahead(toy, run_ahead):
     engine = make_engine(toy("base"), run_ahead=run_ahead)
-    engine.add_request([1], dataclasses.replace(GREEDY, max_tokens=60))
+    engine.add_request([1], dataclasses.replace(GREEDY, max_tokens=60), stream=False)
     engine.step()
-    assert (len(engine._in_flight), engine.stats.rounds) == (run_ahead, run_ahead + 1)
+    assert (len(engine.pipeline.flights), engine.stats.rounds) == (run_ahead, run_ahead + 1)
 
 
 # -- what resolve() derives ----------------------------------------------------------------------------------------
@@ -104,13 +157,17 @@ def test_run_ahead(toy, run_ahead):
 @pytest.mark.parametrize(
     ("settings", "want"),
     [
-        ({}, {"num_slots": 32, "max_model_len": 1024, "chunk_tokens": 256, "num_steps": 8, "num_pages": 32 * 64}),
+        ({}, {"num_slots": 32, "max_model_len": 1024, "chunk_tokens": 256, "num_steps": 16, "num_pages": 32 * 64}),
         ({"platform": "gpu"}, {"num_slots": 64}),
         ({"max_num_seqs": 64}, {"slot_buckets": (8, 16, 32, 64)}),
         ({"max_num_seqs": 10}, {"slot_buckets": (5, 10)}),
         ({"max_num_seqs": 3}, {"slot_buckets": (3,)}),
         ({"max_num_seqs": 1}, {"slot_buckets": (1,), "num_pages": 64}),
-        ({"max_model_len": 100}, {"max_model_len": 100, "chunk_tokens": 100, "num_pages": 32 * 7}),
+        ({"max_model_len": 100}, {"max_model_len": 100, "chunk_tokens": 64, "num_pages": 32 * 7}),
+        ({"max_model_len": 40}, {"chunk_tokens": 40}),
+        ({"max_model_len": 700}, {"chunk_tokens": 128}),  # a quarter of the window
+        ({"prefill_chunk_size": 512}, {"chunk_tokens": 512}),
+        ({"num_scheduler_steps": 5}, {"num_steps": 5}),
         ({"prefill_chunk_size": 64}, {"chunk_tokens": 64, "split_prompts": True}),
         ({"prefill_chunk_size": None}, {"chunk_tokens": 1024, "split_prompts": False}),
         ({"enable_chunked_prefill": False}, {"chunk_tokens": 1024, "split_prompts": False}),
@@ -138,6 +195,12 @@ def test_limits(settings, want):
             {"dtype": "float16", "page_bytes": 16 * BYTES_PER_TOKEN // 2},
         ),
         ({"executor": "dispatch"}, {"executor": "dispatch"}),
+        ({}, {"chunk_buckets": (16, 64, 128, 256), "lengths": (1, 4, 16), "small_lengths": (1, 4)}),
+        ({"max_num_batched_tokens": 132}, {"chunk_buckets": (16, 64, 100)}),
+        ({"num_scheduler_steps": 6}, {"lengths": (1, 2, 4, 6), "small_lengths": (1, 6)}),
+        ({"num_scheduler_steps": 1}, {"lengths": (1,), "small_lengths": (1,)}),
+        ({"executor": "dispatch"}, {"lengths": (1,), "small_lengths": (1,)}),
+        ({"prefill_chunk_size": None}, {"chunk_buckets": (16, 32, 64, 128, 256, 512, 1024)}),
         ({"prefill_chunk_size": 64}, {"chunk_buckets": (16, 64)}),
         ({"prefill_chunk_size": 256}, {"chunk_buckets": (16, 64, 256)}),
         ({"prefill_chunk_size": 20}, {"chunk_buckets": (20,)}),
@@ -172,14 +235,22 @@ def test_a_round_may_always_change_the_pages_it_must(slots, page_size, steps):
 
 # -- what is refused -----------------------------------------------------------------------------------------------
 
-COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "prefill_chunk_size",
-          "page_size", "num_pages", "max_stop_ids")  # fmt: skip
+COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_stop_ids",
+          "stream_interval")  # fmt: skip
+MAY_BE_AUTO = ("num_scheduler_steps", "prefill_chunk_size")
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         *[(name, bad, "it must be an integer of at least 1") for name in COUNTS for bad in (0, -1, 2.0, "8", True)],
+        *[(name, bad, "it must be an integer of at least 1") for name in MAY_BE_AUTO for bad in (0, -1, 2.0, True)],
+        *[(name, bad, 'it must be a number or "auto"') for name in MAY_BE_AUTO for bad in ("8", "Auto", "")],
+        *[(name, bad, "it must be a positive number of milliseconds")
+          for name in ("target_ttft_ms", "target_itl_ms") for bad in (0, -1.0, math.inf, math.nan, "5", True)],
+        *[("prefill_share", bad, "it must be two numbers with 0 <= low <= high <= 1")
+          for bad in (0.5, (0.5,), (0.5, 0.3), (-0.1, 0.5), (0.1, 1.1), ("a", 1), None, (0, math.nan))],
+        *[("enable_prefix_caching", bad, "it must be True or False") for bad in (1, None)],
         *[("run_ahead", bad, "it must be an integer of at least 0") for bad in (-1, 1.0, "1", False)],
         *[("dtype", bad, "it must be one of auto, bfloat16, float16, float32") for bad in ("int8", "", None, 32)],
         *[("executor", bad, "it must be one of auto, scan, dispatch") for bad in ("vmap", None)],
@@ -195,7 +266,7 @@ def test_bad_values(field, value, message):
         EngineConfig(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["num_scheduler_steps", "page_size", "max_stop_ids"])
+@pytest.mark.parametrize("field", ["num_scheduler_steps", "page_size", "max_stop_ids", "stream_interval"])
 def test_none_is_only_for_what_is_derived(field):
     with pytest.raises(ValueError, match=f"{field} is None; it must be an integer of at least 1"):
         EngineConfig(**{field: None})
@@ -250,7 +321,6 @@ def test_unknown_arguments(name, hint, tmp_path: Path):
         LLM(tmp_path / "is not even looked for", **{name: 1})
     with pytest.raises(TypeError, match=name):
         EngineConfig(**{name: 1})
-    assert _settings({"page_size": 8}) == EngineConfig(page_size=8)
 
 
 def test_impossible_settings_are_refused_before_the_weights_are_read(toy, tmp_path: Path):

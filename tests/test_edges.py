@@ -95,7 +95,7 @@ def test_restoring_under_a_stream_is_reported(llm):
     llm.engine.restore(snapshot)
     with pytest.raises(RuntimeError, match="the engine was restored meanwhile"):
         list(second)
-    for request_id in list(llm.engine._requests):
+    for request_id in list(llm.engine.requests.by_id):
         llm.engine.abort(request_id)
     while llm.engine.has_work:
         llm.engine.step()

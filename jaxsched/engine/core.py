@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import operator
-import pickle
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxsched.config import Resolved
+from jaxsched.metrics import EngineMetrics, RoundLog, RoundRecord
 from jaxsched.models import ModelConfig
-from jaxsched.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from jaxsched.schedule import Finish, RoundPlan, Scheduler, Sequence
+from jaxsched.request import RequestOutput, SamplingParams
+from jaxsched.schedule import Finish, Scheduler, Sequence
+from jaxsched.schedule.policies import Policy
+from jaxsched.schedule.rounds import RoundController
 from jaxsched.step import EngineState, init_state
 from jaxsched.step.programs import Programs, program_keys
-from jaxsched.text import IncrementalDetokenizer, Tokenizer
+from jaxsched.text import Tokenizer
 
-from .executor import Executor, RoundHandle
+from . import control
+from .control import EngineSnapshot
+from .entry import Order, make_sequences
+from .executor import Executor
 from .interrupts import uninterrupted
-from .pack import SamplingRow
+from .pipeline import Flight, Pipeline, complete_record, new_record
+from .requests import NewTokens, Request, RequestTable
 from .stats import EngineStats
 
-FLOAT32 = np.finfo(np.float32)  # what the slot table can hold
-
-
-@dataclasses.dataclass
-class _Request:
-    """What the engine keeps of a running request beside its sequence."""
-
-    sequence: Sequence
-    params: SamplingParams
-    prompt: str | None
-    prompt_token_ids: list[int]  # the user's copy
-    detokenizer: IncrementalDetokenizer | None
-    metrics: RequestMetrics
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineSnapshot:
-    """A running engine as a value: device state as numpy arrays, scheduler and requests. Pickle it as you like."""
-
-    state: EngineState
-    host: bytes  # pickled scheduler, requests, counters
-    model: ModelConfig
-    resolved: Resolved
+KEPT_ROUNDS = 1024  # records of the latest rounds that are kept for timelines
 
 
 class Engine:
     """Continuous batching over a fixed set of compiled programs. One thread drives it.
 
-    ``add_request`` checks and queues, ``step`` advances by one round and returns what is new. With ``run_ahead`` r the
-    next r rounds are planned and dispatched before the results of the current one are read.
+    ``add_request`` checks and queues, ``step`` advances and returns what is new. With ``run_ahead`` r up to r rounds
+    are planned and dispatched before the results of the current one are read; ``just_in_time`` plans the last of
+    them as late as the cost model allows (see ``pipeline.py``). ``before_plan``, if set, is called in the driving
+    thread before each planning; it may add and abort requests.
     """
 
     def __init__(
@@ -73,41 +56,56 @@ class Engine:
         bos_token_id: int | None = None,
         max_stop_ids: int = 8,
         run_ahead: int = 1,
+        just_in_time: bool = False,
         seed: int = 0,
+        policy: str | Policy = "stall-free",
+        controller: RoundController | None = None,
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[int, int], None] | None = None,
     ):
         self.model, self.resolved, self.tokenizer = model, resolved, tokenizer
         self.eos_token_ids, self.bos_token_id = tuple(eos_token_ids), bos_token_id
-        self.max_stop_ids, self.run_ahead, self.seed, self.clock = max_stop_ids, run_ahead, seed, clock
+        self.max_stop_ids, self.seed, self.clock = max_stop_ids, seed, clock
+        self.before_plan: Callable[[], None] | None = None
+        self.round_log: RoundLog | None = None  # every committed round is written there
         self.stats = EngineStats()
-        limits = resolved.limits
-        state = init_state(
-            model,
-            num_slots=limits.num_slots,
-            num_pages=limits.num_pages,
-            page_size=limits.page_size,
-            pages_per_seq=resolved.pages_per_seq,
-            max_stop_ids=max_stop_ids,
-            dtype=resolved.dtype,
+        self.metrics = EngineMetrics(
+            page_size=resolved.limits.page_size, max_model_len=resolved.limits.max_model_len
         )
+        self.rounds: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
+        state = self.empty_state()
         programs = Programs(
             program_keys(
-                num_steps=limits.num_steps,
-                slot_buckets=limits.slot_buckets,
+                lengths=resolved.lengths,
+                small_lengths=resolved.small_lengths,
+                slot_buckets=resolved.limits.slot_buckets,
+                mixed_slots=resolved.mixed_slots,
                 chunk_buckets=resolved.chunk_buckets,
-                scan=resolved.executor == "scan",
                 variants=resolved.variants,
             )
         )
-        programs.compile(graph, params, state, limits.max_new_pages, progress=progress)
-        self.executor = Executor(programs, params, state, resolved)
-        self.scheduler = Scheduler(limits)
-        self._requests: dict[str, _Request] = {}
-        self._in_flight: deque[tuple[RoundPlan, RoundHandle]] = deque()
-        self._pieces: list[RequestOutput] = []  # new since the last step
-        self._count = 0
-        self._broken: BaseException | None = None  # what kept a planned round from being dispatched
+        programs.compile(graph, params, state, resolved.limits.max_new_pages, progress=progress)
+        self.executor = Executor(programs, params, state, resolved, clock)
+        self.scheduler = Scheduler(resolved.limits, policy, controller)
+        self.requests = RequestTable(clock, self.metrics)
+        self.pipeline = Pipeline(clock, run_ahead, just_in_time and run_ahead > 0)
+        self.asleep = False
+        self._news: dict[Sequence, list[int]] = {}  # tokens that have come and are not in a piece yet
+        self.count = 0  # requests so far; seeds of requests that bring none depend on it
+        self._broken: BaseException | None = None  # why the device state is lost
+
+    def empty_state(self) -> EngineState:
+        """Device state in which nothing runs."""
+        limits = self.resolved.limits
+        return init_state(
+            self.model,
+            num_slots=limits.num_slots,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            pages_per_seq=self.resolved.pages_per_seq,
+            max_stop_ids=self.max_stop_ids,
+            dtype=self.resolved.dtype,
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -118,249 +116,267 @@ class Engine:
         *,
         request_id: str | None = None,
         prompt: str | None = None,
+        priority: int = 0,
+        client: str = "",
+        deadline: float | None = None,
+        cache_salt: str = "",
+        stream: bool = True,
     ) -> str:
         """Checks and queues a request; returns its id.
 
+        ``priority`` (lower is sooner), ``client`` and ``deadline`` (seconds of the engine's clock) are for the
+        policies that go by them. Prompts share cached pages only under equal ``cache_salt``. ``stream``: somebody reads
+        the pieces as they come, so rounds are kept short.
         Raises ValueError that names what was asked, the limit and the remedy. Nothing is queued then.
         """
         params = SamplingParams() if params is None else params
         request_id = self._unused_id() if request_id is None else request_id
-        if request_id in self._requests:
+        if request_id in self.requests.by_id:
             raise ValueError(
                 f"request id {request_id!r} is already running; use another or wait until it has finished"
             )
-        ids = self._check_prompt(prompt_token_ids)
-        stop_ids = self._check_stop_ids(params)
-        max_tokens = self._check_fit(len(ids), params.max_tokens)
-        row = SamplingRow(
-            temperature=0.0 if params.greedy else min(params.temperature, float(FLOAT32.max)),
-            top_k=min(params.top_k, self.model.vocab_size),
-            top_p=max(params.top_p, float(FLOAT32.tiny)),  # 0 would ask for no token at all
-            min_p=params.min_p,
-            seed=self._seed_of(params.seed),
-            stop_ids=stop_ids,
-            greedy=params.greedy,
-        )
-        sequence = Sequence(request_id, ids, max_tokens, frozenset(stop_ids), row)
-        detokenizer = None
-        if params.detokenize and self.tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
-        request = _Request(
-            sequence, params, prompt, list(ids), detokenizer, RequestMetrics(arrival=self.clock())
-        )
-        self._count += 1
-        self._requests[request_id] = request
-        if max_tokens == 0:
-            sequence.finish = Finish.LENGTH
-            self._emit(request, [])
+        order = Order(priority, client, deadline, cache_salt, stream)
+        sequences = make_sequences(self, request_id, prompt_token_ids, params, order)
+        return self._queue(request_id, sequences, params, prompt)
+
+    def _queue(
+        self, request_id: str, sequences: list[Sequence], params: SamplingParams, prompt: str | None
+    ) -> str:
+        now = self.clock()
+        request = Request.new(request_id, sequences, params, prompt, self.tokenizer, now)
+        self.count += 1
+        self.requests.by_id[request_id] = request
+        self.metrics.request_arrived()
+        if sequences[0].max_tokens == 0:
+            for sequence in sequences:
+                sequence.finish = Finish.LENGTH
+            self._emit([(sequence, []) for sequence in sequences])
         else:
-            self.scheduler.add(sequence)
+            for sequence in sequences:
+                self.scheduler.add(sequence, now)
         return request_id
 
     def _unused_id(self) -> str:
-        number = self._count
-        while str(number) in self._requests:  # a caller has taken it
+        number = self.count
+        while str(number) in self.requests.by_id:  # a caller has taken it
             number += 1
         return str(number)
 
-    def _check_prompt(self, prompt_token_ids: Seq[int]) -> list[int]:
-        vocab = self.model.vocab_size
-        try:
-            ids = [operator.index(i) for i in prompt_token_ids]  # int() would take 1.5 and "1"
-            if isinstance(prompt_token_ids, bytes | bytearray) or any(
-                isinstance(i, bool) for i in prompt_token_ids
-            ):
-                raise TypeError
-        except TypeError:
-            raise ValueError(
-                f"prompt_token_ids must be a list of integers, not {prompt_token_ids!r:.80}"
-            ) from None
-        if not ids:
-            if self.bos_token_id is None:
-                raise ValueError(
-                    "the prompt is empty and the model has no beginning-of-sequence token; give a prompt"
-                )
-            ids = [self.bos_token_id]
-        bad = next((i for i in ids if not 0 <= i < vocab), None)
-        if bad is not None:
-            raise ValueError(
-                f"prompt token id {bad} is out of range; the model's vocabulary is 0..{vocab - 1}"
-            )
-        return ids
-
-    def _check_stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        vocab = self.model.vocab_size
-        for token in params.stop_token_ids:
-            if token >= vocab:
-                raise ValueError(
-                    f"stop_token_ids has {token}, out of range; the model's vocabulary is 0..{vocab - 1}"
-                )
-        eos = () if params.ignore_eos else self.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
-        if len(stop_ids) > self.max_stop_ids:
-            raise ValueError(
-                f"stop_token_ids and end-of-sequence ids are {len(stop_ids)} together; this engine holds "
-                f"{self.max_stop_ids} per request; raise max_stop_ids"
-            )
-        return stop_ids
-
-    def _check_fit(self, prompt_len: int, max_tokens: int | None) -> int:
-        """The output limit: ``max_tokens`` cut to the room that max_model_len leaves."""
-        limits = self.resolved.limits
-        if prompt_len > limits.max_model_len:
-            raise ValueError(
-                f"the prompt has {prompt_len} tokens, but max_model_len is {limits.max_model_len}; shorten the prompt "
-                "or raise max_model_len"
-            )
-        room = limits.max_model_len - prompt_len
-        wanted = room if max_tokens is None else min(max_tokens, room)
-        capacity = limits.num_pages * limits.page_size
-        if max_tokens is None:
-            wanted = max(min(wanted, capacity - prompt_len + 1), min(1, room))
-        need = limits.pages_for(prompt_len + max(wanted - 1, 0))
-        if wanted and need > limits.num_pages:
-            raise ValueError(
-                f"the request needs {need} KV pages of {limits.page_size} tokens ({prompt_len} prompt + {wanted} "
-                f"output tokens), but the pool has {limits.num_pages} pages; raise num_pages or lower max_tokens"
-            )
-        return wanted
-
-    def _seed_of(self, seed: int | None) -> int:
-        if seed is not None:
-            return seed & 0xFFFF_FFFF_FFFF_FFFF
-        digest = hashlib.blake2b(f"{self.seed}:{self._count}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
+    def fork(
+        self,
+        request_id: str,
+        params: SamplingParams | None = None,
+        *,
+        sample: int = 0,
+        new_id: str | None = None,
+        stream: bool = True,
+    ) -> str:
+        """Continues one sequence a second way; see ``control.fork``."""
+        return control.fork(self, request_id, params, sample=sample, new_id=new_id, stream=stream)
 
     def knows(self, request_id: str) -> bool:
         """Whether the request is queued or running."""
-        return request_id in self._requests
+        return request_id in self.requests.by_id
 
     def abort(self, request_id: str) -> None:
         """Ends a request; the next ``step`` reports it with finish_reason "abort". Unknown ids are ignored."""
-        request = self._requests.get(request_id)
-        if request is not None and request.sequence.finish is None:
-            self.scheduler.abort(request.sequence)
-            self._emit(request, [])
+        request = self.requests.by_id.get(request_id)
+        if request is not None:
+            going = [sequence for sequence in request.sequences if sequence.finish is None]
+            for sequence in going:
+                self.scheduler.abort(sequence)
+            self._emit([(sequence, []) for sequence in going])
+            self._set_gauges()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return self.scheduler.num_waiting
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that the next requests can have."""
+        return self.scheduler.num_free_slots
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do or to report."""
-        return self._broken is None and bool(self._pieces or self.scheduler.has_work)
+        return self._broken is None and bool(
+            self.requests.pieces or (self.scheduler.has_work and not self.asleep)
+        )
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Advances by one round. Returns pieces: per request only the new text and token ids.
+        """Advances to the next tokens. Returns pieces: per request only the new text and token ids.
 
-        Raises RuntimeError after a round could not be dispatched: the device state is lost then.
+        Raises RuntimeError after a round was lost: the device state is lost with it.
         """
         if self._broken is not None:
             raise RuntimeError(f"this engine stopped at {self._broken!r}; make a new one") from self._broken
-        self._dispatch()
-        if self._in_flight:
-            self._collect()
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        if not self.asleep:
+            self._advance()
+        return self.requests.take()
 
-    def _dispatch(self) -> None:
-        """Plans and submits rounds until ``run_ahead`` of them are in flight beyond the one to be read next."""
-        while len(self._in_flight) <= self.run_ahead:
+    def _advance(self) -> None:
+        pipeline, scheduler = self.pipeline, self.scheduler
+        self._launch()
+        if not pipeline.flights:
+            pipeline.device.out_of_work()
+            return
+        count = pipeline.group(scheduler.num_streaming > 0)
+        waiting_for = sum(len(flight.parts) for flight in pipeline.flights)
+        while pipeline.just_in_time and count == waiting_for and pipeline.nap(scheduler):
+            pass
+        if pipeline.just_in_time and count == waiting_for:
+            self._launch(now=True)
+        self._collect(count)
+
+    def _launch(self, now: bool = False) -> None:
+        """Plans and submits rounds until enough are in flight. ``now``: the next one is due."""
+        pipeline = self.pipeline
+        while True:
+            if now and len(pipeline.flights) > pipeline.run_ahead:
+                return
+            if not now and pipeline.flights and pipeline.full(self.scheduler):
+                return
             with uninterrupted():
-                if not self._dispatch_one():
+                if not self._launch_one():
                     return
+            now = False
 
-    def _dispatch_one(self) -> bool:
-        start = time.perf_counter()
-        plan = self.scheduler.plan()
-        if plan is None:
-            return False
+    def _launch_one(self) -> bool:
+        if self.before_plan is not None:
+            self.before_plan()
+        begin = self.clock()
         try:
-            handle = self.executor.submit(plan)
+            plan = self.scheduler.plan(begin)
+            if plan is None:
+                return False
+            planned = self.clock()
+            parts = self.executor.submit(plan)
         except BaseException as error:
             self._broken = error
             raise
-        self.stats.planned(plan, time.perf_counter() - start, self.scheduler.pool.used)
-        self._in_flight.append((plan, handle))
+        record = new_record(self.stats.rounds, begin, plan, self.scheduler, parts)
+        record.host_us = {"plan": (planned - begin) * 1e6, "dispatch": (self.clock() - planned) * 1e6}
+        self.stats.planned(plan, record)
+        self.metrics.planned(record)
+        if plan.queries:
+            self.metrics.prefix_cache(plan.queries, plan.hits)
+        self.pipeline.flights.append(Flight(plan, deque(parts), record))
+        self._set_gauges()
         return True
 
-    def _collect(self) -> None:
-        """Waits for the oldest round and hands its tokens out. An interrupt while waiting loses nothing."""
-        plan, handle = self._in_flight[0]
-        tokens = handle.tokens()
-        with uninterrupted():
-            start = time.perf_counter()
-            self._in_flight.popleft()
-            changed = self.scheduler.commit(plan, tokens)
-            self.stats.committed(plan, sum(len(new) for _, new in changed), time.perf_counter() - start)
-            for sequence, new in changed:
-                self._emit(self._requests[sequence.id], new)
+    def _collect(self, count: int) -> None:
+        """Waits for the next ``count`` parts of the oldest round and hands their tokens out together."""
+        record = self.pipeline.flights[0].record
+        try:
+            for _ in range(count):
+                self._collect_one()
+        finally:
+            with uninterrupted():
+                self._hand_out(record)
 
-    def _emit(self, request: _Request, new: list[int]) -> None:
-        """Turns new tokens into a piece; forgets the request when it has ended."""
-        sequence, now = request.sequence, self.clock()
-        text = ""
-        if request.detokenizer is not None:
-            text = request.detokenizer.push(new)
-            if sequence.finish is not None:
-                text += request.detokenizer.flush()
-        metrics = request.metrics
-        if new and metrics.first_token is None:
-            metrics.first_token = now
-        output = CompletionOutput(text=text, token_ids=new)
-        if sequence.finish is not None:
-            metrics.finished, metrics.preemptions = now, sequence.preemptions
-            output.finish_reason = sequence.finish.value
-            last = sequence.output[-1] if sequence.output else None
-            by_id = sequence.finish is Finish.STOP and last in request.params.stop_token_ids
-            output.stop_reason = last if by_id else None
-            del self._requests[sequence.id]
-        self._pieces.append(
-            RequestOutput(
-                sequence.id,
-                request.prompt,
-                request.prompt_token_ids,
-                [output],
-                output.finished,
-                metrics=request.metrics,
-            )
+    def _collect_one(self) -> None:
+        """Waits for the oldest part of the oldest round and takes its tokens. An interrupt loses nothing."""
+        pipeline, flight = self.pipeline, self.pipeline.flights[0]
+        try:
+            waited, seconds, tokens = pipeline.wait(self.resolved.limits.num_slots)
+            with uninterrupted():
+                begin = self.clock()
+                first = pipeline.landed(self.scheduler, waited, seconds)
+                changed = self.scheduler.commit(flight.plan, tokens, first)
+                for sequence, new in changed:
+                    self._news.setdefault(sequence, []).extend(new)
+                host = flight.record.host_us
+                host["commit"] = host.get("commit", 0.0) + (self.clock() - begin) * 1e6
+                if not flight.parts:
+                    self._landed(flight)
+        except Exception as error:
+            self._broken = error
+            raise
+
+    def _landed(self, flight: Flight) -> None:
+        """The last tokens of a round are here."""
+        self._hand_out(flight.record)
+        self.pipeline.flights.popleft()
+        if not self.scheduler.has_work:
+            self.pipeline.device.out_of_work()
+        record, scheduler = flight.record, self.scheduler
+        complete_record(record, flight.plan)
+        self.rounds.append(record)
+        self.stats.committed(record)
+        self.metrics.committed(record)
+        host = record.host_us
+        scheduler.controller.host_time((sum(host.values()) - host.get("wait", 0.0)) / 1e6)
+        if self.round_log is not None:
+            self._log(self.round_log, record)
+        self._set_gauges()
+
+    def _log(self, log: RoundLog, record: RoundRecord) -> None:
+        try:
+            log.append(record)
+        except (OSError, ValueError) as error:  # a full disk must not stop the engine
+            self.round_log = None
+            warnings.warn(f"the round log ends here: {error}", RuntimeWarning, stacklevel=2)
+
+    def _set_gauges(self) -> None:
+        scheduler = self.scheduler
+        self.metrics.set_gauges(
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
+            kv_usage=scheduler.memory.pool.used / self.resolved.limits.num_pages,
+            in_flight=len(self.pipeline.flights),
         )
+
+    def _hand_out(self, record: RoundRecord) -> None:
+        """Makes pieces of the tokens that have been taken."""
+        if self._news:
+            begin, news = self.clock(), self._news
+            self._news = {}
+            self._emit(news.items())
+            record.host_us["emit"] = record.host_us.get("emit", 0.0) + (self.clock() - begin) * 1e6
+
+    def _emit(self, news: Iterable[NewTokens]) -> None:
+        for sequence, error in self.requests.emit(news):
+            if self.knows(sequence.request_id):
+                for other in self.requests.by_id[sequence.request_id].sequences:
+                    self.scheduler.abort(other, Finish.ERROR)
+                self.requests.fail(sequence.request_id, error)
+        if not self.scheduler.has_work:
+            self._set_gauges()
 
     # -- the engine as a value -----------------------------------------------------------------------------------
 
+    def finish_rounds(self) -> None:
+        """Waits for the rounds in flight; their pieces come with the next ``step``."""
+        while self.pipeline.flights:
+            self._collect(len(self.pipeline.flights[0].parts))
+
     def snapshot(self) -> EngineSnapshot:
-        """The whole engine in mid-generation. Waits for the rounds in flight; their pieces come with the next step."""
-        while self._in_flight:
-            self._collect()
-        host = pickle.dumps((self.scheduler, self._requests, self._pieces, self._count, self.seed))
-        return EngineSnapshot(jax.device_get(self.executor.state), host, self.model, self.resolved)
+        """The whole engine in mid-generation, as a value; see ``control.snapshot``."""
+        return control.snapshot(self)
 
     def restore(self, snapshot: EngineSnapshot) -> None:
-        """Continues from a snapshot, token for token. What this engine was doing is dropped.
+        """Continues from a snapshot, token for token; see ``control.restore``."""
+        control.restore(self, snapshot)
 
-        Raises ValueError if the snapshot is of another model or of other sizes.
-        """
-        for name in ("model", "resolved"):
-            if getattr(snapshot, name) != getattr(self, name):
-                raise ValueError(
-                    f"the snapshot is of another {name}: {getattr(snapshot, name)}, this engine has "
-                    f"{getattr(self, name)}; restore into an engine with equal settings"
-                )
-        stop_ids = snapshot.state.slots.stop_ids.shape[1]
-        if stop_ids != self.max_stop_ids:
-            raise ValueError(
-                f"the snapshot is of max_stop_ids {stop_ids}, this engine has {self.max_stop_ids}; restore into an "
-                "engine with equal settings"
-            )
-        self._in_flight.clear()
-        self._broken = None
-        self.executor.state = jax.device_put(snapshot.state)
-        self.scheduler, self._requests, self._pieces, self._count, self.seed = pickle.loads(snapshot.host)
-        for request in self._requests.values():
-            if request.detokenizer is not None:
-                assert self.tokenizer is not None, "the snapshot has text, this engine has no tokenizer"
-                request.detokenizer.attach(self.tokenizer)
+    def reset_prefix_cache(self) -> None:
+        """Forgets what the pages of the pool hold. Running requests go on; later prompts are read anew."""
+        self.scheduler.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Frees the KV pool; see ``control.sleep``."""
+        control.sleep(self)
+
+    def wake_up(self) -> None:
+        """Makes the KV pool anew; requests go on where they were."""
+        control.wake_up(self)
 
     def close(self) -> None:
         """Frees the device memory. The engine cannot be used afterwards."""
         for leaf in jax.tree.leaves((self.executor.params, self.executor.state)):
             leaf.delete()
+        if self.round_log is not None:
+            self.round_log.close()

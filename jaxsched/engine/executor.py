@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,20 +17,24 @@ from jaxsched.step.programs import Programs, Segment
 from .pack import pack_chunks, pack_updates
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundHandle:
-    """A round on its way. ``parts`` are the tokens of its segments, still on the device."""
+@dataclasses.dataclass(slots=True)
+class Part:
+    """One segment of a round on its way."""
 
-    parts: list[tuple[Segment, jax.Array]]
-    steps: int
-    num_slots: int
+    segment: Segment
+    launched: float  # clock seconds
+    result: jax.Array  # tokens [steps, slots], still on the device
 
-    def tokens(self) -> list[list[int]]:
-        """Waits for the round; ``[slot][step]`` token ids, NO_TOKEN where nothing was sampled."""
-        table = np.full((self.steps, self.num_slots), NO_TOKEN, np.int32)
-        for segment, tokens in self.parts:
-            table[segment.first : segment.first + segment.key.steps, : segment.key.slots] = np.asarray(tokens)
-        return table.T.tolist()
+    def ready(self) -> bool:
+        """Whether ``tokens`` would return at once."""
+        return self.result.is_ready()  # type: ignore[attr-defined]
+
+    def tokens(self, num_slots: int) -> list[list[int]]:
+        """Waits for the segment; ``[slot][step]`` token ids, NO_TOKEN where nothing was sampled."""
+        key = self.segment.key
+        table = np.full((num_slots, key.steps), NO_TOKEN, np.int32)
+        table[: key.slots] = np.asarray(self.result).T
+        return table.tolist()
 
 
 class Executor:
@@ -38,10 +43,18 @@ class Executor:
     with the programs of "scan" a round is a few compiled scans, with those of "dispatch" it is one program per step.
     """
 
-    def __init__(self, programs: Programs, params: Any, state: EngineState, resolved: Resolved):
-        self.programs, self.params, self.state, self.resolved = programs, params, state, resolved
+    def __init__(
+        self,
+        programs: Programs,
+        params: Any,
+        state: EngineState,
+        resolved: Resolved,
+        clock: Callable[[], float],
+    ):
+        self.programs, self.params, self.state = programs, params, state
+        self.resolved, self.clock = resolved, clock
 
-    def submit(self, plan: RoundPlan) -> RoundHandle:
+    def submit(self, plan: RoundPlan) -> list[Part]:
         """Packs and dispatches a round without waiting for it, and starts copying its tokens to the host."""
         limits, slots = self.resolved.limits, self.resolved.limits.num_slots
         if plan.changes_slots:
@@ -55,10 +68,9 @@ class Executor:
         for segment in self.programs.segments(sizes, plan.steps, plan.slots, sampling):
             key, chunks = segment.key, None
             if key.chunk_tokens:
-                chunks = pack_chunks(
-                    plan.mixed[segment.first : segment.first + key.steps], key.chunk_tokens, slots
-                )
+                steps = plan.mixed[segment.first : segment.first + key.steps]
+                chunks = pack_chunks(steps, key.chunk_tokens, slots, decode=plan.decode)
             self.state, tokens = self.programs.run(key, self.params, self.state, chunks)
             tokens.copy_to_host_async()
-            parts.append((segment, tokens))
-        return RoundHandle(parts, plan.steps, slots)
+            parts.append(Part(segment, self.clock(), tokens))
+        return parts

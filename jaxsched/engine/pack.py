@@ -48,24 +48,18 @@ def pack_updates(plan: RoundPlan, num_slots: int, max_stop_ids: int, max_new_pag
     return updates
 
 
-def pack_chunks(steps: list[MixedStep], chunk_tokens: int, num_slots: int) -> Chunks:
-    """The chunks of consecutive mixed steps, each padded to ``chunk_tokens``."""
+def pack_chunks(steps: list[MixedStep], chunk_tokens: int, num_slots: int, *, decode: bool = True) -> Chunks:
+    """The chunks of consecutive mixed steps, each padded to ``chunk_tokens``; live slots ``decode`` or pause."""
     chunks = Chunks.empty(len(steps), chunk_tokens, num_slots)
+    chunks.pause[:] = not decode
     for i, step in enumerate(steps):
         row = 0
         for piece in step.pieces:
             stop, sequence = row + piece.length, piece.sequence
-            chunks.tokens[i, row:stop] = _tokens(sequence.prompt, sequence.output, piece.start, piece.length)
+            chunks.tokens[i, row:stop] = sequence.tokens(piece.start, piece.start + piece.length)
             chunks.positions[i, row:stop] = np.arange(piece.start, piece.start + piece.length)
             chunks.slots[i, row:stop] = piece.slot
             if piece.ends:
                 chunks.end_row[i, piece.slot] = stop - 1
             row = stop
     return chunks
-
-
-def _tokens(prompt: list[int], output: list[int], start: int, count: int) -> list[int]:
-    """``count`` tokens of prompt and output together; the output is read again after a preemption."""
-    if start + count <= len(prompt):
-        return prompt[start : start + count]
-    return (prompt[start:] + output[max(0, start - len(prompt)) :])[:count]

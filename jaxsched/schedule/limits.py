@@ -18,6 +18,7 @@ class Limits:
     slot_buckets: tuple[int, ...]  # rising; the last one is num_slots
     split_prompts: bool  # chunked prefill; False: a prompt is read whole in one step
     max_new_pages: int  # page-table entries that one round may change
+    prefix_caching: bool = True  # full pages are kept and found by their content
 
     def pages_for(self, positions: int) -> int:
         """Pages that hold ``positions`` KV positions."""

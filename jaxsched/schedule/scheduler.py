@@ -2,98 +2,190 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable
 
 from .limits import Limits
-from .pages import PagePool
+from .load import Choice, Load
+from .memory import Memory
 from .plan import ChunkPiece, Entry, MixedStep, RoundPlan
+from .policies import Policy, make_policy
+from .rounds import FixedRounds, RoundController
 from .sequence import Finish, Sequence, Status
 
 
 class Scheduler:
-    """Stall-free scheduling of multi-step rounds (order as in Sarathi-Serve, Agrawal et al. 2024).
+    """Multi-step rounds with chunked prefill over a paged pool.
 
-    Order of service: running decodes, unfinished prefills, new requests, under the budgets of ``Limits``. Pages for
-    all N tokens of a round are reserved before it; when they are short, N is halved before anyone is preempted, and
-    rounds in flight are waited for before that, since they may free pages. Preemption drops the youngest sequence's
-    pages; its output is read again as if it were prompt.
+    Three objects decide: the *policy* who is next (``policies/``), the *controller* how long a round is and how many
+    prompt tokens it reads (``rounds.py``), the *memory* who gets pages (``memory.py``). The scheduler puts a round
+    together: running decodes, unfinished prefills, new requests, under the budgets of ``Limits``. Pages for all N
+    tokens of a round are reserved before it; when they are short, N is halved before anyone is preempted, and rounds
+    in flight are waited for before that, since they may free pages. Preemption drops a sequence's pages (full ones
+    stay in the prefix cache as long as nobody needs them); its output is read again as if it were prompt.
 
     ``plan`` may be called before earlier rounds are committed (run-ahead): it counts with the most tokens that those
     can add. Cost per round depends on the number of slots, not on the number of waiting sequences.
     """
 
-    def __init__(self, limits: Limits):
+    def __init__(
+        self,
+        limits: Limits,
+        policy: str | Policy = "stall-free",
+        controller: RoundController | None = None,
+    ):
         self.limits = limits
-        self.pool = PagePool(limits.num_pages)
-        self.running: list[Sequence] = []  # hold a slot, in order of admission
-        self.num_waiting = 0
+        self.policy = make_policy(policy)
+        self.controller = controller or FixedRounds(limits.num_steps, limits.chunk_tokens)
+        self.memory = Memory(limits)
+        self.running: dict[Sequence, None] = {}  # hold a slot, in order of admission
         self.in_flight = 0  # rounds planned and not committed
         self.num_preemptions = 0
-        self._waiting: deque[Sequence] = deque()  # may hold aborted sequences, skipped when met
+        self.num_streaming = 0  # unfinished sequences that somebody reads as they come
+        self._waiting_tokens = 0
+        self._refused = False  # the last round had no pages for the next in line
         self._free_slots = list(range(limits.num_slots))
         self._drops: set[int] = set()
         self._arrivals = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. The caller has checked that it fits (``check``)."""
-        sequence.arrival = self._arrivals
+    def add(self, sequence: Sequence, now: float = 0.0) -> None:
+        """Queues a sequence. The caller has checked that it fits."""
+        sequence.arrival, sequence.arrived = self._arrivals, now
         self._arrivals += 1
-        self._waiting.append(sequence)
-        self.num_waiting += 1
+        self.num_streaming += sequence.streaming
+        self._enqueue(sequence, now)
 
-    def abort(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence, now: float) -> None:
+        sequence.status = Status.WAITING
+        self._waiting_tokens += sequence.length
+        self.policy.push(sequence, now)
+
+    def abort(self, sequence: Sequence, reason: Finish = Finish.ABORT) -> None:
         """Ends a sequence now, wherever it is. Tokens of rounds in flight are discarded. Idempotent."""
         if sequence.status is Status.FINISHED:
             return
         if sequence.status is Status.WAITING:
-            self.num_waiting -= 1
-            if self.num_waiting == 0:
-                self._waiting.clear()
+            self._waiting_tokens -= sequence.length
+            self.policy.discard(sequence)
         elif sequence.slot >= 0:
             self._drops.add(sequence.slot)
             self._release(sequence)
-        self._end(sequence, Finish.ABORT)
+        self._end(sequence, reason)
+
+    def evict(self, sequence: Sequence, now: float = 0.0) -> None:
+        """Preempts a running sequence: slot and pages go back, it waits again. What is in flight is computed anew."""
+        if sequence.slot >= 0:
+            self._drops.add(sequence.slot)
+            self._release(sequence)
+            sequence.preemptions += 1
+            self.num_preemptions += 1
+            self._enqueue(sequence, now)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what the pages hold. Running sequences keep theirs to themselves from now on."""
+        self.memory.reset(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.policy)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     @property
     def has_work(self) -> bool:
         """Whether something waits, runs, or is in flight."""
-        return bool(self.num_waiting or self.running or self.in_flight)
+        return bool(self.running or self.in_flight or self.num_waiting)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def plan(self) -> RoundPlan | None:
+    def plan(self, now: float = 0.0) -> RoundPlan | None:
         """The next round, or None when there is nothing to do before rounds in flight are committed."""
         self._release_ended()
         plan = RoundPlan()
-        steps = self._reserve(plan)
+        load = self._load(now)
+        choice = self._choose(load)
+        steps = self._reserve(plan, choice.steps, now)
         if steps == 0:
             return None
         self._compact(plan)
         decoding = [s for s in self.running if s.status is Status.DECODE]
-        self._plan_mixed(plan, steps)
-        for sequence in decoding:
-            self._enter(plan, sequence, 0, steps)
+        self._plan_mixed(plan, choice, steps, now)
+        plan.decode = choice.decode or not plan.mixed
+        if plan.decode:
+            for sequence in decoding:
+                self._enter(plan, sequence, 0, steps)
         if plan.steps == 0:
+            assert self.in_flight or not self.num_waiting, (
+                f"policy {self.policy.name!r} serves nobody, but some wait"
+            )
             return None
         plan.drops = sorted(self._drops - {slot for slot, _ in plan.admits})
         self._drops.clear()
         top = max([e.slot for e in plan.entries] + [p.slot for step in plan.mixed for p in step.pieces])
         plan.slots = self.limits.slot_buckets[bisect_right(self.limits.slot_buckets, top)]
+        plan.decoding = len(decoding) if plan.decode else 0
+        plan.reason, plan.context = choice.reason, load.context
+        plan.running, plan.waiting = len(self.running), self.num_waiting
         self.in_flight += 1
         return plan
+
+    def _choose(self, load: Load) -> Choice:
+        """The size of the round as controller and policy want it; but nobody waits for nothing."""
+        choice = self.policy.shape(load, self.controller.choose(load))
+        idle = not load.decoding and not load.in_flight
+        steps = min(max(choice.steps, 1), self.limits.num_steps)
+        mixed = max(choice.mixed, 1) if idle else choice.mixed
+        return dataclasses.replace(
+            choice, steps=steps, mixed=mixed, chunk=max(choice.chunk, 1), admit=choice.admit or idle
+        )
+
+    def _load(self, now: float) -> Load:
+        decoding = unread = context = 0
+        nearest = self.limits.max_model_len
+        for s in self.running:
+            if s.status is Status.DECODE:
+                decoding += 1
+                ahead = len(s.output) + s.pending
+                context += len(s.prompt) + ahead
+                if s.max_tokens - ahead < nearest:
+                    nearest = s.max_tokens - ahead
+            else:
+                unread += s.prefill_target - s.prefilled
+        first = self.policy.first(now)
+        return Load(
+            now=now,
+            waiting=self.num_waiting,
+            waiting_tokens=self._waiting_tokens,
+            first_tokens=0 if first is None else first.length,
+            first_wait=0.0 if first is None else now - first.arrived,
+            blocked=first is not None and (self._refused or not self._free_slots),
+            decoding=decoding,
+            unread_tokens=unread,
+            free_slots=len(self._free_slots),
+            free_pages=self.memory.pool.free,
+            nearest_end=nearest if decoding else 0,
+            context=context,
+            streaming=self.num_streaming > 0,
+            in_flight=self.in_flight,
+        )
 
     def _release_ended(self) -> None:
         """Frees what is certain to be over once the rounds in flight are done, without waiting to see it.
 
         Such a slot is dead on the device after those rounds, and pages are only reused by later ones.
         """
-        for sequence in [s for s in self.running if s.status is Status.DECODE and s.left <= 0]:
+        ended = [s for s in self.running if s.status is Status.DECODE and s.left <= 0]
+        for sequence in ended:
+            epoch = sequence.epoch
+            pending = sequence.pending
             self._release(sequence)
+            sequence.epoch, sequence.pending = epoch, pending  # what is in flight still counts
 
     def _compact(self, plan: RoundPlan) -> None:
         """Moves the highest slots down when nothing waits to fill the gaps, so that a smaller slot bucket will do."""
@@ -108,44 +200,38 @@ class Scheduler:
                 plan.moves.append((old, new))
                 self._drops.discard(new)
                 self._drops.add(old)
-        moved = dict(plan.moves)
-        plan.pages = [(moved.get(slot, slot), index, page) for slot, index, page in plan.pages]
+        if plan.moves:
+            moved = dict(plan.moves)
+            plan.pages = [(moved.get(slot, slot), index, page) for slot, index, page in plan.pages]
 
-    def _reserve(self, plan: RoundPlan) -> int:
+    def _reserve(self, plan: RoundPlan, wanted: int, now: float) -> int:
         """Pages for the running decodes. Returns N for this round; 0 = wait for the rounds in flight."""
-        steps = self.limits.num_steps
+        steps, memory = wanted, self.memory
         while True:
-            decoding = [s for s in self.running if s.status is Status.DECODE]
-            needs = [(s, self._pages_short(s, min(steps, s.left))) for s in decoding]
-            if sum(need for _, need in needs) <= min(self.pool.free, self.limits.max_new_pages):
-                for sequence, need in needs:
-                    self._grow(plan, sequence, need)
+            lacking = memory.short((s for s in self.running if s.status is Status.DECODE), steps)
+            count = sum(need for _, need in lacking)
+            if count <= min(memory.pool.free, self.limits.max_new_pages):
+                plan.pages += memory.grow(lacking, count)
                 return steps
             if steps > 1:
                 steps //= 2
             elif self.in_flight:
                 return 0
             else:
-                self._preempt(plan, max(self.running, key=lambda s: s.arrival))
-                steps = self.limits.num_steps
+                victim = self.policy.victim(list(self.running))
+                self.evict(victim, now)
+                memory.overcommitted()
+                plan.preempted += 1
+                steps = wanted
 
-    def _pages_short(self, sequence: Sequence, new_tokens: int) -> int:
-        """Pages that a decoding sequence lacks to sample ``new_tokens`` more. The last token sampled needs none."""
-        positions = sequence.length + sequence.pending + new_tokens - 1
-        return max(0, self.limits.pages_for(positions) - len(sequence.pages))
-
-    def _grow(self, plan: RoundPlan, sequence: Sequence, count: int) -> None:
-        first = len(sequence.pages)
-        pages = self.pool.take(count)
-        sequence.pages += pages
-        plan.pages += [(sequence.slot, first + i, page) for i, page in enumerate(pages)]
-
-    def _plan_mixed(self, plan: RoundPlan, steps: int) -> None:
-        """Fills up to ``steps`` mixed steps with prompt tokens, unfinished prefills first, then new requests."""
+    def _plan_mixed(self, plan: RoundPlan, choice: Choice, steps: int, now: float) -> None:
+        """Fills up to ``choice.mixed`` mixed steps with prompt tokens: unfinished prefills, then new requests."""
         unfinished = deque(s for s in self.running if s.status is Status.PREFILL)
-        for step in range(steps):
-            room, pieces = self.limits.chunk_tokens, []
-            while room > 0 and (unfinished or self._admit(plan, room, unfinished)):
+        if not choice.decode:
+            steps = 1
+        for step in range(min(steps, choice.mixed)):
+            room, pieces = min(choice.chunk, self.limits.chunk_tokens), []
+            while room > 0 and (unfinished or self._admit(plan, choice, room, unfinished, now)):
                 sequence = unfinished[0]
                 rest = sequence.prefill_target - sequence.prefilled
                 if rest > room and not self.limits.split_prompts:
@@ -156,6 +242,10 @@ class Scheduler:
                 )
                 sequence.prefilled += length
                 room -= length
+                # Steps run in order and write before they read: whoever finds these pages reads what is written here.
+                self.memory.publish(sequence, sequence.prefilled)
+                if self.policy.counts_service:
+                    self.policy.served(sequence, length, 0)
                 if length == rest:
                     unfinished.popleft()
                     sequence.status = Status.DECODE
@@ -167,91 +257,130 @@ class Scheduler:
 
     def _enter(self, plan: RoundPlan, sequence: Sequence, first: int, steps: int) -> None:
         """The sequence samples in steps ``first .. steps-1``; the round is as long as somebody can use it."""
-        count = min(steps - first, sequence.left)
-        plan.entries.append(Entry(sequence, sequence.slot, sequence.epoch, count))
-        plan.steps = max(plan.steps, first + count)
-        plan.sampling |= not sequence.row.greedy
+        count, left = steps - first, sequence.left
+        if left < count:
+            count = left
+        plan.entries.append(Entry(sequence, sequence.slot, sequence.epoch, first, count))
+        if first + count > plan.steps:
+            plan.steps = first + count
+        if not sequence.row.greedy:
+            plan.sampling = True
         sequence.pending += count
 
-    def _admit(self, plan: RoundPlan, room: int, unfinished: deque[Sequence]) -> bool:
+    def _admit(
+        self,
+        plan: RoundPlan,
+        choice: Choice,
+        room: int,
+        unfinished: deque[Sequence],
+        now: float,
+    ) -> bool:
         """Gives the next waiting sequence a slot and the pages of its prompt and its first N tokens, if it can."""
-        limits = self.limits
-        while self._waiting and self._waiting[0].status is Status.FINISHED:
-            self._waiting.popleft()
-        if not self._waiting or not self._free_slots or plan.preempted:
+        if not self._free_slots or plan.preempted or not choice.admit:
             return False
-        sequence = self._waiting[0]
-        if sequence.length > room and not limits.split_prompts:
+        sequence = self.policy.first(now)
+        if sequence is None:
             return False
-        need = limits.pages_for(sequence.length + min(limits.num_steps, sequence.left) - 1)
-        # Leave each running sequence a page to grow into, or admissions and preemptions would chase each other.
-        if need > self.pool.free - len(self.running) or len(plan.pages) + need > limits.max_new_pages:
+        if not self.limits.split_prompts and not self.memory.fits_in(sequence, room):
             return False
-        self._waiting.popleft()
-        self.num_waiting -= 1
+        budget = self.limits.max_new_pages - len(plan.pages)
+        # N may be larger in the round that ends its prompt.
+        self._refused = not self.memory.admit(sequence, self.limits.num_steps, budget, len(self.running))
+        if self._refused:
+            return False
+        popped = self.policy.pop(now)
+        assert popped is sequence, "the policy's pop() gave another sequence than its first()"
+        self._waiting_tokens -= sequence.length
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.epoch += 1
         sequence.status = Status.PREFILL
-        sequence.prefill_target, sequence.prefilled = sequence.length, 0
-        self.running.append(sequence)
+        if sequence.scheduled is None:
+            sequence.scheduled, sequence.cached = now, sequence.prefilled
+            plan.queries += sequence.length
+            plan.hits += sequence.prefilled
+        self.running[sequence] = None
         plan.admits.append((sequence.slot, sequence))
-        self._grow(plan, sequence, need)
+        plan.pages += [(sequence.slot, i, page) for i, page in enumerate(sequence.pages)]
         unfinished.append(sequence)
         return True
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
-    def _preempt(self, plan: RoundPlan, sequence: Sequence) -> None:
-        assert sequence.pending == 0, "preempted with rounds in flight"
-        self._drops.add(sequence.slot)
-        self._release(sequence)
-        sequence.status = Status.WAITING
-        sequence.preemptions += 1
-        self.num_preemptions += 1
-        plan.preempted += 1
-        self._waiting.appendleft(sequence)
-        self.num_waiting += 1
-
     def _release(self, sequence: Sequence) -> None:
-        """Gives back slot and pages."""
+        """Gives back slot and pages. Rounds in flight no longer concern the sequence."""
         heapq.heappush(self._free_slots, sequence.slot)
-        self.pool.give(sequence.pages)
-        sequence.pages, sequence.slot = [], -1
-        self.running.remove(sequence)
+        self.memory.release(sequence)
+        sequence.slot, sequence.pending = -1, 0
+        sequence.epoch += 1
+        del self.running[sequence]
 
     def _end(self, sequence: Sequence, reason: Finish) -> None:
         sequence.status, sequence.finish = Status.FINISHED, reason
+        sequence.epoch += 1
+        self.num_streaming -= sequence.streaming
 
     # -- commit --------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: RoundPlan, tokens: Iterable[list[int]]) -> list[tuple[Sequence, list[int]]]:
-        """Takes the tokens of a round, ``tokens[slot]`` a list of N ids with -1 where nothing was sampled.
+    def commit(
+        self, plan: RoundPlan, tokens: list[list[int]], first: int = 0
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Takes the tokens of a round or, from step ``first`` on, of a part of it.
 
-        Returns the sequences that got tokens or ended, with their new tokens. Rounds are committed in order.
+        ``tokens[slot]`` is a list of ids, one per step, with -1 where nothing was sampled. Returns the sequences that
+        got tokens or ended, with their new tokens. Rounds, and the parts of a round, are committed in order.
         """
-        columns = list(tokens)
-        self.in_flight -= 1
-        changed = []
+        stop, changed = first + len(tokens[0]), []
+        self.in_flight -= stop == plan.steps
         for entry in plan.entries:
-            sequence = entry.sequence
-            sequence.pending -= entry.steps
-            if sequence.status is Status.FINISHED or sequence.epoch != entry.epoch:
+            begin, end = entry.first, entry.first + entry.steps
+            if begin < first:
+                begin = first
+            if end > stop:
+                end = stop
+            if begin >= end:
                 continue
-            new = [token for token in columns[entry.slot] if token >= 0]
-            if not new:
-                continue
-            sequence.output += new
-            assert len(sequence.output) <= sequence.max_tokens, (
-                f"{sequence.id} got more tokens than its limit"
-            )
-            if new[-1] in sequence.stop_ids:
-                self._finish(sequence, Finish.STOP)
-            elif len(sequence.output) == sequence.max_tokens:
-                self._finish(sequence, Finish.LENGTH)
-            changed.append((sequence, new))
+            sequence, new = entry.sequence, []
+            if sequence.epoch == entry.epoch:
+                sequence.pending -= end - begin
+                new = tokens[entry.slot][begin - first : end - first]
+                if new[-1] < 0:
+                    new = [token for token in new if token >= 0]
+                if new:
+                    entry.sampled += len(new)
+                    self._append(plan, sequence, new)
+                    changed.append((sequence, new))
+            if len(new) < end - begin:
+                self._count_waste(plan, sequence, end - begin - len(new))
         return changed
 
-    def _finish(self, sequence: Sequence, reason: Finish) -> None:
+    def _append(self, plan: RoundPlan, sequence: Sequence, new: list[int]) -> None:
+        sequence.output += new
+        length = len(sequence.output)
+        assert length <= sequence.max_tokens, f"{sequence.id} got more tokens than its limit"
+        if self.policy.counts_service:
+            self.policy.served(sequence, 0, len(new))
+        # The last token's K and V are written by the step that reads it.
+        positions = len(sequence.prompt) + length - 1
+        if sequence.slot >= 0 and positions // self.limits.page_size > sequence.published:
+            self.memory.publish(sequence, positions)
+        if new[-1] in sequence.stop_ids:
+            self._finish(plan, sequence, Finish.STOP)
+        elif length == sequence.max_tokens:
+            self._finish(plan, sequence, Finish.LENGTH)
+
+    def _finish(self, plan: RoundPlan, sequence: Sequence, reason: Finish) -> None:
         if sequence.slot >= 0:
             self._release(sequence)
         self._end(sequence, reason)
+        plan.ended.add(sequence)
+        self.memory.ended(sequence)
+        self.controller.ended(len(sequence.output), reason is Finish.STOP)
+
+    def _count_waste(self, plan: RoundPlan, sequence: Sequence, steps: int) -> None:
+        if sequence in plan.ended:
+            reason = "stopped"
+        elif sequence.finish in (Finish.STOP, Finish.LENGTH):
+            reason = "run_ahead"
+        else:
+            reason = "aborted" if sequence.finish else "preempted"
+        plan.wasted[reason] = plan.wasted.get(reason, 0) + steps

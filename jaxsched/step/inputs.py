@@ -109,6 +109,7 @@ class Chunks:
     positions: Int[Array, "M C"]
     slots: Int[Array, "M C"]  # owner of each row; S (out of range) for padding
     end_row: Int[Array, "M S"]  # row of the slot's last prompt token if its prompt ends in this step, else -1
+    pause: Bool[Array, "M"]  # live slots do not decode in this step
 
     @staticmethod
     def empty(mixed_steps: int, chunk_tokens: int, num_slots: int) -> Chunks:
@@ -119,6 +120,7 @@ class Chunks:
             positions=zeros(shape, np.int32),
             slots=full(shape, num_slots, np.int32),
             end_row=full((mixed_steps, num_slots), -1, np.int32),
+            pause=zeros(mixed_steps, bool),
         )
 
 

@@ -5,8 +5,8 @@ steps, each a compiled scan. Segments are dispatched one after the other without
 between them. Programs:
 
 * one that changes the slot table,
-* decode: for the full slot table every power of two below N, and N; for each smaller slot bucket 1 and N,
-* mixed: for the full slot table each chunk bucket,
+* decode: scans of some lengths, 1 among them, for the full slot table, and of fewer lengths for smaller slot buckets,
+* mixed: for the full slot table, and for one smaller slot bucket (``mixed_slots``), each chunk bucket,
 
 each with as many sampling variants as the platform needs. So the number is a sum over buckets, not a product. The
 dispatch executor has only the programs of one step.
@@ -48,21 +48,18 @@ UPDATE = ProgramKey(0, 0, 0, "")
 
 def program_keys(
     *,
-    num_steps: int,
+    lengths: tuple[int, ...],
+    small_lengths: tuple[int, ...],
     slot_buckets: tuple[int, ...],
+    mixed_slots: tuple[int, ...],
     chunk_buckets: tuple[int, ...],
-    scan: bool,
     variants: tuple[str, ...],
 ) -> list[ProgramKey]:
-    """All programs an engine may ever run, see the module's text."""
+    """All programs an engine may ever run, see the module's text. ``small_lengths``: for smaller slot buckets."""
     slots = slot_buckets[-1]
-    lengths = (
-        [1 << i for i in range(num_steps.bit_length()) if 1 << i < num_steps] + [num_steps] if scan else [1]
-    )
-    ends = sorted({lengths[0], lengths[-1]})
     sizes = {(steps, 0, slots) for steps in lengths}
-    sizes |= {(steps, 0, small) for small in slot_buckets for steps in ends}
-    sizes |= {(1, chunk, slots) for chunk in chunk_buckets}
+    sizes |= {(steps, 0, small) for small in slot_buckets[:-1] for steps in small_lengths}
+    sizes |= {(1, chunk, rows) for chunk in chunk_buckets for rows in mixed_slots}
     return [UPDATE, *sorted(ProgramKey(*size, variant) for size in sizes for variant in variants)]
 
 

@@ -96,13 +96,14 @@ def _step(
     if slots > state.num_slots:
         raise ValueError(f"slots is {slots}, but the state has {state.num_slots}; use at most that many")
     rows = jax.tree.map(lambda a: a[:slots], state.slots)
-    tokens, positions = rows.last_token, rows.context_len
+    tokens, positions, active = rows.last_token, rows.context_len, rows
     if chunk is not None:
+        active = dataclasses.replace(rows, live=rows.live & ~chunk.pause)
         tokens = jnp.concatenate((tokens, chunk.tokens))
         positions = jnp.concatenate((positions, chunk.positions))
     caches = list(zip(state.k_pages, state.v_pages, strict=True))
-    hidden, caches = decoder(tokens, positions, _attend, _rows(state, rows, chunk), caches)
-    sampled, context_len = rows.live, rows.context_len + rows.live
+    hidden, caches = decoder(tokens, positions, _attend, _rows(state, active, chunk), caches)
+    sampled, context_len = active.live, rows.context_len + active.live
     if chunk is not None:
         end = chunk.end_row[:slots]
         ends = end >= 0

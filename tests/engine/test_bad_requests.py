@@ -179,7 +179,7 @@ def test_request_ids(engine):
     drain(engine)
     assert engine.add_request([1], GREEDY, request_id="mine") == "mine"
     drain(engine)
-    taken = [engine.add_request([1], GREEDY, request_id=str(engine._count + i)) for i in (1, 2, 3)]
+    taken = [engine.add_request([1], GREEDY, request_id=str(engine.count + i)) for i in (1, 2, 3)]
     drawn = [engine.add_request([1], GREEDY) for _ in range(4)]
     assert len({*taken, *drawn}) == 7
     assert len(drain(engine)) == 7

@@ -27,7 +27,7 @@ def test_aborts_at_random_moments(toy, run_ahead, pages):
             requests[engine.add_request(prompt, params)] = (prompt, params)
         if requests and rng.random() < 0.4:
             victim = rng.choice(list(requests)[-8:])
-            if results.get(victim, Result()).finish_reason is None and victim in engine._requests:
+            if results.get(victim, Result()).finish_reason is None and victim in engine.requests.by_id:
                 aborted.add(victim)
             engine.abort(victim)
             engine.abort(victim)
@@ -54,7 +54,7 @@ def test_everything_is_aborted_at_once(toy):
             collect(engine, results)
         for request_id in ids:
             engine.abort(request_id)
-        assert engine.scheduler.pool.used == 0
+        assert engine.scheduler.memory.pool.used == 0
         drain(engine, results)
         assert {results[i].finish_reason for i in ids} <= {"abort", "stop"}
         assert_idle(engine)

@@ -1,0 +1,138 @@
+"""What can be done to a whole engine: snapshot and restore, fork, sleep and wake up."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxsched.config import Resolved
+from jaxsched.models import ModelConfig
+from jaxsched.request import SamplingParams
+from jaxsched.schedule import Status
+from jaxsched.step import EngineState
+
+if TYPE_CHECKING:
+    from .core import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSnapshot:
+    """A running engine as a value: device state as numpy arrays, scheduler and requests. Pickle it as you like."""
+
+    state: EngineState
+    host: bytes  # pickled scheduler, requests, counters
+    model: ModelConfig
+    resolved: Resolved
+
+
+def snapshot(engine: Engine) -> EngineSnapshot:
+    """The whole engine in mid-generation. Waits for the rounds in flight; their pieces come with the next step.
+
+    Raises RuntimeError while the engine sleeps.
+    """
+    if engine.asleep:
+        raise RuntimeError("the engine is asleep and has no KV pool to save; call wake_up() first")
+    engine.finish_rounds()
+    requests = engine.requests
+    host = pickle.dumps((engine.scheduler, requests.by_id, requests.pieces, engine.count, engine.seed))
+    return EngineSnapshot(jax.device_get(engine.executor.state), host, engine.model, engine.resolved)
+
+
+def restore(engine: Engine, saved: EngineSnapshot) -> None:
+    """Continues from a snapshot, token for token. What the engine was doing is dropped.
+
+    Raises ValueError if the snapshot is of another model or of other sizes.
+    """
+    for name in ("model", "resolved"):
+        if getattr(saved, name) != getattr(engine, name):
+            raise ValueError(
+                f"the snapshot is of another {name}: {getattr(saved, name)}, this engine has "
+                f"{getattr(engine, name)}; restore into an engine with equal settings"
+            )
+    stop_ids = saved.state.slots.stop_ids.shape[1]
+    if stop_ids != engine.max_stop_ids:
+        raise ValueError(
+            f"the snapshot is of max_stop_ids {stop_ids}, this engine has {engine.max_stop_ids}; restore into an "
+            "engine with equal settings"
+        )
+    engine.pipeline.flights.clear()
+    engine._broken, engine.asleep = None, False
+    engine.executor.state = jax.device_put(saved.state)
+    requests = engine.requests
+    engine.scheduler, requests.by_id, requests.pieces, engine.count, engine.seed = pickle.loads(saved.host)
+    for request in requests.by_id.values():
+        for detokenizer in request.detokenizers:
+            if detokenizer is not None:
+                assert engine.tokenizer is not None, "the snapshot has text, this engine has no tokenizer"
+                detokenizer.attach(engine.tokenizer)
+    engine._set_gauges()
+
+
+def fork(
+    engine: Engine,
+    request_id: str,
+    params: SamplingParams | None,
+    *,
+    sample: int,
+    new_id: str | None,
+    stream: bool,
+) -> str:
+    """A new request that continues where a running one stands: its prompt is the other's prompt and output so far.
+
+    Both share the full pages of what they have in common; nothing is copied, and at most a page is read again. The
+    point of the fork is the last token that the host has seen. ``params`` default to the other's, with a seed of
+    their own. Raises ValueError for a request that is not running, and for what ``add_request`` refuses.
+    """
+    request = engine.requests.by_id.get(request_id)
+    if request is None:
+        raise ValueError(f"request id {request_id!r} is not running, so it cannot be forked")
+    if not 0 <= sample < len(request.sequences):
+        raise ValueError(f"sample is {sample}; request {request_id!r} has 0..{len(request.sequences) - 1}")
+    parent = request.sequences[sample]
+    if params is None:
+        params = dataclasses.replace(request.params, seed=None, n=1)
+    memory = engine.scheduler.memory
+    if parent.salt is None:  # without prefix caching nobody could find its pages until now
+        parent.salt = f"fork of {parent.id} at {engine.count}".encode()
+    if parent.pages:
+        written = parent.prefilled if parent.status is Status.PREFILL else parent.length
+        memory.publish(parent, min(written, parent.length - 1))  # the last token may still have to be read
+    child = engine.add_request(
+        parent.prompt + parent.output,
+        params,
+        request_id=new_id,
+        priority=parent.priority,
+        client=parent.client,
+        stream=stream,
+    )
+    for sequence in engine.requests.by_id[child].sequences:
+        sequence.salt = parent.salt
+    return child
+
+
+def sleep(engine: Engine) -> None:
+    """Frees the device memory of the KV pool until ``wake_up``. Running requests are preempted and lose nothing but
+    time; the prefix cache is forgotten. Idempotent.
+    """
+    if engine.asleep:
+        return
+    engine.finish_rounds()
+    scheduler, now = engine.scheduler, engine.clock()
+    for sequence in list(scheduler.running):
+        scheduler.evict(sequence, now)
+    scheduler.reset_prefix_cache()
+    state = engine.executor.state
+    for page in (*state.k_pages, *state.v_pages):
+        page.delete()
+    engine.asleep = True
+    engine._set_gauges()
+
+
+def wake_up(engine: Engine) -> None:
+    """Makes the KV pool anew. Idempotent."""
+    if engine.asleep:
+        engine.executor.state = engine.empty_state()
+        engine.asleep = False
