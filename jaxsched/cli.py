@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 REFUSED, UNUSABLE, INTERRUPTED = 1, 2, 130  # exit codes
 _SETTINGS = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "page_size",
-             "prefill_chunk_size", "num_pages", "gpu_memory_utilization", "executor")  # fmt: skip
+             "prefill_chunk_size", "num_pages", "gpu_memory_utilization", "executor", "scheduling_policy", "target_ttft_ms",
+             "target_itl_ms")  # fmt: skip
 
 app = typer.Typer(
     name="jaxsched",
@@ -84,8 +85,16 @@ _Dtype = Annotated[str | None, _option("auto, float32, bfloat16 or float16.")]
 _MaxLen = Annotated[int | None, _option("Tokens of prompt and output; default: the model's.")]
 _MaxSeqs = Annotated[int | None, _option("Sequences that run at once.")]
 _MaxBatched = Annotated[int | None, _option("Token rows of one step at most.")]
-_Steps = Annotated[int | None, _option("Steps that the host plans at once.")]
-_Chunk = Annotated[str | None, _option("Prompt tokens read per step; 0 or none: whole prompts.")]
+_Steps = Annotated[str | None, _option("Steps that the host plans at once; auto: chosen each time.")]
+_Chunk = Annotated[
+    str | None, _option("Prompt tokens read per step; 0 or none: whole prompts; auto: chosen each time.")
+]
+_Policy = Annotated[str | None, _option("Who is served next, such as stall-free, fcfs or srpf.")]
+_Ttft = Annotated[float | None, _option("Wanted milliseconds to the first token.")]
+_Itl = Annotated[float | None, _option("Wanted milliseconds between tokens.")]
+_NoCache = Annotated[bool, _option("Read every prompt anew, also what begins alike.", "--no-prefix-caching")]
+_Log = Annotated[str | None, _option("Append every round to this file, as JSON lines.")]
+_Timeline = Annotated[str | None, _option("Draw the last rounds: .png, or .json for Perfetto.")]
 _PageSize = Annotated[int | None, _option("Tokens per page of the KV cache.")]
 _Pages = Annotated[int | None, _option("Pages of the KV cache; default: what fits.")]
 _Memory = Annotated[float | None, _option("Share of a GPU's memory to use.")]
@@ -122,7 +131,13 @@ def generate(
     num_pages: _Pages = None,
     gpu_memory_utilization: _Memory = None,
     executor: _Executor = None,
+    scheduling_policy: _Policy = None,
+    target_ttft_ms: _Ttft = None,
+    target_itl_ms: _Itl = None,
     no_chunked_prefill: _NoChunks = False,
+    no_prefix_caching: _NoCache = False,
+    round_log: _Log = None,
+    timeline: _Timeline = None,
     as_json: _Json = False,
     no_progress: _NoProgress = False,
     debug: _Debug = False,
@@ -144,7 +159,9 @@ def generate(
             stop_token_ids=tuple(_token_ids(stop_token_ids or [])), ignore_eos=ignore_eos,
         )  # fmt: skip
         show = not no_progress and sys.stderr.isatty()
-        llm = _load(model, revision, _settings(given, no_chunked_prefill), show)
+        llm = _load(model, revision, _settings(given, no_chunked_prefill, no_prefix_caching), show)
+        if round_log is not None:
+            llm.record_rounds(round_log)
         if any(question.messages for question in asked):
             _check_chat(llm)
     with _one_line_errors(debug, REFUSED), llm:
@@ -152,6 +169,8 @@ def generate(
 
         printer = JsonPrinter() if as_json else TextPrinter(len(asked))
         refused = answer_all(llm, asked, params, printer, bar=show and len(asked) > 1, complain=_say)
+        if timeline is not None:
+            llm.timeline(timeline)
     raise typer.Exit(REFUSED if refused else 0)
 
 
@@ -207,15 +226,25 @@ def _say(message: str) -> None:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _settings(given: dict[str, Any], no_chunked_prefill: bool) -> dict[str, Any]:
+def _settings(given: dict[str, Any], no_chunked_prefill: bool, no_prefix_caching: bool) -> dict[str, Any]:
     """The engine settings that the command line names, as arguments of LLM."""
-    chunk = given.get("prefill_chunk_size")
-    if chunk is not None:
-        text = chunk.strip().lower()
-        if text != "none" and not (text.isascii() and text.isdigit()):
-            raise ValueError(f"--prefill-chunk-size is {chunk!r}; give a number of tokens, or none")
-        given["prefill_chunk_size"] = None if text == "none" else int(text) or None
-    return {**given, **({"enable_chunked_prefill": False} if no_chunked_prefill else {})}
+    for name, words, what in (
+        ("prefill_chunk_size", ("none", "auto"), "a number of tokens, none or auto"),
+        ("num_scheduler_steps", ("auto",), "a number of steps or auto"),
+    ):
+        value = given.get(name)
+        if value is not None:
+            text = value.strip().lower()
+            if text not in words and not (text.isascii() and text.isdigit()):
+                raise ValueError(f"--{name.replace('_', '-')} is {value!r}; give {what}")
+            given[name] = text if text == "auto" else None if text == "none" else int(text)
+    if given.get("prefill_chunk_size") == 0:
+        given["prefill_chunk_size"] = None
+    if no_chunked_prefill:
+        given["enable_chunked_prefill"] = False
+    if no_prefix_caching:
+        given["enable_prefix_caching"] = False
+    return given
 
 
 def _token_ids(values: list[str]) -> Iterator[int]:

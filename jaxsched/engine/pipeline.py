@@ -14,7 +14,7 @@ from jaxsched.schedule import RoundPlan, Scheduler
 from .executor import Part
 from .timing import DeviceClock
 
-NAP = 2e-3  # seconds between looks at the device while the host has nothing else to do
+NAP = 5e-3  # seconds between looks at the device while the host has nothing else to do
 MARGIN = 1.5e-3  # seconds before the expected end of a round at which the next one is planned, at least
 
 
@@ -98,22 +98,21 @@ class Pipeline:
                 at += last
         key = self.flights[-1].parts[-1].segment.key
         host = getattr(scheduler.controller, "host_seconds", 0.0)
-        margin = max(MARGIN, 2 * host, 2 * cost.error(key.chunk_tokens, key.slots) * last)
+        # Too early costs an arrival now and then its place in this round, too late costs everybody the difference.
+        margin = max(MARGIN, 2 * host + (0.1 + 2 * cost.error(key.chunk_tokens, key.slots)) * last)
         return at - margin - self.clock()
 
     def group(self, streaming: bool) -> int:
         """How many parts of the oldest round to read at once: all of it when nobody reads along."""
         return 1 if streaming else len(self.flights[0].parts)
 
-    def nap(self, scheduler: Scheduler) -> bool:
-        """Sleeps a moment if the next round is not due and the device is still busy. Whether it slept."""
-        if self.flights[-1].parts[-1].ready():
-            return False
-        due = self.due_in(scheduler)
-        if due <= 0:
-            return False
-        time.sleep(min(due, NAP))
-        return True
+    def sleep_until_due(self, scheduler: Scheduler) -> None:
+        """Sleeps until the next round should be planned, but not longer than the device is busy."""
+        last, due = self.flights[-1].parts[-1], self.due_in(scheduler)
+        until = self.clock() + due
+        while due > 0 and not last.ready():
+            time.sleep(min(due, NAP))
+            due = until - self.clock()
 
     def wait(self, num_slots: int) -> tuple[bool, float, list[list[int]]]:
         """Waits for the oldest part and changes nothing: an interrupt loses nothing.

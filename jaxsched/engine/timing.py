@@ -13,7 +13,7 @@ class Span:
     start: float
     end: float
     idle: float  # seconds the device waited before it for the host
-    exact: bool  # both ends were seen
+    exact: bool  # both ends were seen, or it was at least this much faster than predicted
 
 
 class DeviceClock:
@@ -42,9 +42,10 @@ class DeviceClock:
         """The next program in order has ended. ``waited``: its result was not there yet when the host asked for it."""
         now = self.clock()
         start = max(launched, self._free_at)
-        exact = waited and (self._exact or launched >= self._free_at)
+        early = 0.0 < now - start < predicted  # not seen, but it was over before it was expected to be
+        exact = (waited or early) and (self._exact or launched >= self._free_at)
         end = now if waited or not predicted else min(now, start + predicted)
         end = max(end, start)
         idle = max(0.0, launched - self._free_at) if self._idle_counts else 0.0
-        self._free_at, self._exact, self._idle_counts = end, waited, True
+        self._free_at, self._exact, self._idle_counts = end, waited or early, True
         return Span(start, end, idle, exact)

@@ -23,7 +23,7 @@ class StepCost:
     NEW = 0.2  # weight of one measurement in a program's means and error
 
     def __init__(self) -> None:
-        self._weights = np.zeros(FEATURES)
+        self._weights = [0.0] * FEATURES  # none below 0: no part of a step takes negative time
         self._moments = np.zeros((FEATURES, FEATURES))
         self._targets = np.zeros(FEATURES)
         self._means: dict[tuple[int, int], tuple[float, float]] = {}  # of seconds and context, by program
@@ -31,8 +31,8 @@ class StepCost:
         self._seen: set[tuple[int, int, int]] = set()
 
     @staticmethod
-    def _features(chunk: int, slots: int, context: float) -> np.ndarray:
-        return np.array((1.0, slots / 64, chunk / 256, context / 16384))
+    def _features(chunk: int, slots: int, context: float) -> tuple[float, float, float, float]:
+        return (1.0, slots / 64, chunk / 256, context / 16384)
 
     @property
     def known(self) -> bool:
@@ -54,8 +54,8 @@ class StepCost:
         return self._errors.get((chunk, slots), 1.0)
 
     def _line(self, chunk: int, slots: int, context: float) -> float:
-        # No part of a step takes negative time, whatever noise has done to the fit.
-        return max(float(np.maximum(self._weights, 0) @ self._features(chunk, slots, context)), 1e-6)
+        features = self._features(chunk, slots, context)
+        return max(sum(w * x for w, x in zip(self._weights, features, strict=True)), 1e-6)
 
     def observe(self, chunk: int, slots: int, context: int, steps: int, seconds: float) -> None:
         """``steps`` equal steps took ``seconds`` together."""
@@ -67,11 +67,11 @@ class StepCost:
         if each <= 0:
             return
         self._learn_mean(chunk, slots, context, each)
-        x = self._features(chunk, slots, context) / each
+        x = np.array(self._features(chunk, slots, context)) / each
         self._moments = self.FORGET * self._moments + x[:, None] * x
         self._targets = self.FORGET * self._targets + x
         ridge = self.RIDGE * np.trace(self._moments) * np.eye(FEATURES)
-        self._weights = np.linalg.solve(self._moments + ridge, self._targets)
+        self._weights = np.maximum(np.linalg.solve(self._moments + ridge, self._targets), 0).tolist()
 
     def _learn_mean(self, chunk: int, slots: int, context: int, each: float) -> None:
         key = (chunk, slots)

@@ -106,15 +106,13 @@ class Scheduler:
 
     def plan(self, now: float = 0.0) -> RoundPlan | None:
         """The next round, or None when there is nothing to do before rounds in flight are committed."""
-        self._release_ended()
         plan = RoundPlan()
-        load = self._load(now)
+        load, decoding = self._load(now)
         choice = self._choose(load)
-        steps = self._reserve(plan, choice.steps, now)
+        steps = self._reserve(plan, decoding, choice.steps, now)
         if steps == 0:
             return None
         self._compact(plan)
-        decoding = [s for s in self.running if s.status is Status.DECODE]
         self._plan_mixed(plan, choice, steps, now)
         plan.decode = choice.decode or not plan.mixed
         if plan.decode:
@@ -145,27 +143,38 @@ class Scheduler:
             choice, steps=steps, mixed=mixed, chunk=max(choice.chunk, 1), admit=choice.admit or idle
         )
 
-    def _load(self, now: float) -> Load:
-        decoding = unread = context = 0
+    def _load(self, now: float) -> tuple[Load, list[Sequence]]:
+        """The state in numbers, and the sequences that decode. Frees what is certain to be over after the rounds in
+        flight, without waiting to see it: such a slot is dead on the device then, and pages are only reused later.
+        """
+        decoding, ended, unread, context = [], [], 0, 0
         nearest = self.limits.max_model_len
-        for s in self.running:
-            if s.status is Status.DECODE:
-                decoding += 1
-                ahead = len(s.output) + s.pending
-                context += len(s.prompt) + ahead
-                if s.max_tokens - ahead < nearest:
-                    nearest = s.max_tokens - ahead
-            else:
-                unread += s.prefill_target - s.prefilled
+        for sequence in self.running:
+            if sequence.status is Status.PREFILL:
+                unread += sequence.prefill_target - sequence.prefilled
+                continue
+            ahead = len(sequence.output) + sequence.pending
+            left = sequence.max_tokens - ahead
+            if left <= 0:
+                ended.append(sequence)
+                continue
+            decoding.append(sequence)
+            context += len(sequence.prompt) + ahead
+            if left < nearest:
+                nearest = left
+        for sequence in ended:
+            kept = sequence.epoch, sequence.pending
+            self._release(sequence)
+            sequence.epoch, sequence.pending = kept  # what is in flight still counts
         first = self.policy.first(now)
-        return Load(
+        load = Load(
             now=now,
             waiting=self.num_waiting,
             waiting_tokens=self._waiting_tokens,
             first_tokens=0 if first is None else first.length,
             first_wait=0.0 if first is None else now - first.arrived,
             blocked=first is not None and (self._refused or not self._free_slots),
-            decoding=decoding,
+            decoding=len(decoding),
             unread_tokens=unread,
             free_slots=len(self._free_slots),
             free_pages=self.memory.pool.free,
@@ -174,18 +183,7 @@ class Scheduler:
             streaming=self.num_streaming > 0,
             in_flight=self.in_flight,
         )
-
-    def _release_ended(self) -> None:
-        """Frees what is certain to be over once the rounds in flight are done, without waiting to see it.
-
-        Such a slot is dead on the device after those rounds, and pages are only reused by later ones.
-        """
-        ended = [s for s in self.running if s.status is Status.DECODE and s.left <= 0]
-        for sequence in ended:
-            epoch = sequence.epoch
-            pending = sequence.pending
-            self._release(sequence)
-            sequence.epoch, sequence.pending = epoch, pending  # what is in flight still counts
+        return load, decoding
 
     def _compact(self, plan: RoundPlan) -> None:
         """Moves the highest slots down when nothing waits to fill the gaps, so that a smaller slot bucket will do."""
@@ -204,11 +202,14 @@ class Scheduler:
             moved = dict(plan.moves)
             plan.pages = [(moved.get(slot, slot), index, page) for slot, index, page in plan.pages]
 
-    def _reserve(self, plan: RoundPlan, wanted: int, now: float) -> int:
-        """Pages for the running decodes. Returns N for this round; 0 = wait for the rounds in flight."""
+    def _reserve(self, plan: RoundPlan, decoding: list[Sequence], wanted: int, now: float) -> int:
+        """Pages for the running decodes. Returns N for this round; 0 = wait for the rounds in flight.
+
+        Who is preempted is taken out of ``decoding``.
+        """
         steps, memory = wanted, self.memory
         while True:
-            lacking = memory.short((s for s in self.running if s.status is Status.DECODE), steps)
+            lacking = memory.short(decoding, steps)
             count = sum(need for _, need in lacking)
             if count <= min(memory.pool.free, self.limits.max_new_pages):
                 plan.pages += memory.grow(lacking, count)
@@ -220,6 +221,8 @@ class Scheduler:
             else:
                 victim = self.policy.victim(list(self.running))
                 self.evict(victim, now)
+                if victim in decoding:
+                    decoding.remove(victim)
                 memory.overcommitted()
                 plan.preempted += 1
                 steps = wanted
