@@ -215,7 +215,7 @@ class EngineConfig:
         powers = [1 << i for i in range(top.bit_length()) if 1 << i < top]
         return (*powers, top), tuple(sorted({1, top}))
 
-    def controller(self, resolved: Resolved) -> RoundController:
+    def controller(self, resolved: Resolved, platform: str = "cpu") -> RoundController:
         """What chooses N, M and C of each round: fixed numbers, or the adaptive rules."""
         limits = resolved.limits
         if not self.auto_steps and not self.auto_chunk:
@@ -231,6 +231,7 @@ class EngineConfig:
             prefill_share=self.prefill_share,
             stream_interval=self.stream_interval,
             run_ahead=self.run_ahead,
+            host_beside=platform != "cpu",
         )
 
     def _max_new_pages(self, slots: int, chunk: int, per_seq: int) -> int:

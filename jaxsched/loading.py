@@ -13,6 +13,7 @@ import jax
 from jaxsched.config import EngineConfig
 from jaxsched.engine import Engine
 from jaxsched.host_memory import keep_freed_memory
+from jaxsched.metrics.nvml import NvmlDevice
 from jaxsched.models import ModelConfig
 from jaxsched.request import refuse_unknown
 from jaxsched.startup import CompileBar, default_model, use_compilation_cache
@@ -79,9 +80,11 @@ def load_engine(
         just_in_time=config.auto_steps,
         seed=config.seed,
         policy=config.scheduling_policy,
-        controller=config.controller(resolved),
+        controller=config.controller(resolved, platform),
         progress=CompileBar() if use_tqdm_on_load else None,
     )
+    if platform == "gpu":
+        engine.metrics.sources.append(NvmlDevice.first_visible(engine.metrics.labels))
     return LoadedEngine(engine, config, model_config, tokenizer)
 
 

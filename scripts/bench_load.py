@@ -155,7 +155,7 @@ def make_engine(model: Model, settings: Mapping[str, Any]) -> Engine:
         just_in_time=config.auto_steps,
         seed=config.seed,
         policy=config.scheduling_policy,
-        controller=config.controller(resolved),
+        controller=config.controller(resolved, _platform()),
     )
 
 

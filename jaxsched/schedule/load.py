@@ -20,6 +20,7 @@ class Load:
     free_slots: int
     free_pages: int
     nearest_end: int  # fewest tokens that a decoding sequence may still sample; 0 when none decodes
+    ends: tuple[int, ...]  # all of these numbers that are below the longest round's N
     context: int  # KV positions of all decoding sequences together
     streaming: bool  # somebody reads tokens as they come
     in_flight: int  # rounds dispatched and not yet committed

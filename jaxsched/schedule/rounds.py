@@ -69,9 +69,10 @@ class AdaptiveRounds:
          a step that reads prompts decodes as well.
     N, steps
       6. the fewest that keep the host, which works while the device does, at 1/4 of the round while an arrival could
-         be admitted, at 1/10 while it could not (no free slot): longer rounds would only make it wait;
-      7. no further than the nearest certain end when somebody waits whom slots or pages keep out, unless the host
-         would then take more than 1/2 of the round;
+         be admitted, at 1/25 while it could not (no free slot): longer rounds would only make it wait;
+      7. when somebody waits whom slots or pages keep out: as many of these as give most tokens per second, knowing that
+         a sequence that ends leaves its slot empty until the round is over. That is no further than the nearest certain
+         end, unless the host's time for another round costs more than the empty slots;
       8. ``stream_interval`` tokens at most while somebody reads a stream;
       9. with ``target_itl``: as many decode steps as keep it;
      10. as many as waste at most 2.5 % of the decode steps behind unforeseen ends: an end by a stop token wastes N/2
@@ -80,7 +81,7 @@ class AdaptiveRounds:
     has been measured its time is taken from its neighbours; until anything has, rounds have one step.
     """
 
-    HOST_SHARE_FREE, HOST_SHARE_FULL, HOST_SHARE_MOST = 1 / 4, 1 / 10, 1 / 2
+    HOST_SHARE_FREE, HOST_SHARE_FULL = 1 / 4, 1 / 25
     WASTE = 0.025
     HORIZON = 5.0  # seconds of device time over which the share of prompts is measured
     LEARNING = 0.05  # weight of one sequence in the means behind rule 10
@@ -97,11 +98,13 @@ class AdaptiveRounds:
         prefill_share: tuple[float, float] = (0.3, 0.5),
         stream_interval: int = 8,
         run_ahead: int = 1,
+        host_beside: bool = False,
     ):
         self.step_sizes, self.chunk_sizes, self.slot_buckets = step_sizes, chunk_sizes, slot_buckets
         self.mixed_slots = mixed_slots or slot_buckets[-1:]  # slot buckets of mixed steps
         self.target_ttft, self.target_itl, self.prefill_share = target_ttft, target_itl, prefill_share
         self.stream_interval, self.run_ahead = stream_interval, run_ahead
+        self.host_beside = host_beside  # the host's time costs the device nothing: it has cores of its own
         self.cost = StepCost()
         self.host_seconds = 0.0
         self._prompt_time = self._decode_time = 0.0  # of the recent past in which both were wanted
@@ -205,12 +208,23 @@ class AdaptiveRounds:
         sizes = self.step_sizes
         return sizes[min(bisect_left(sizes, need), len(sizes) - 1)], "host"
 
+    def _most_tokens(self, load: Load, each: float) -> int:
+        """Rule 7."""
+
+        def rate(steps: int) -> float:
+            empty = sum(steps - end for end in load.ends if end < steps)
+            device, host = steps * each, self.host_seconds
+            return (load.decoding * steps - empty) / (
+                max(device, host) if self.host_beside else device + host
+            )
+
+        return max(self.step_sizes, key=rate)
+
     def _capped(self, load: Load, slots: int, each: float, steps: int, why: str) -> tuple[int, str]:
         """Rules 7 to 10."""
         caps = []
-        if load.blocked and load.decoding:
-            fewest, _ = self._amortised(each, self.HOST_SHARE_MOST)
-            caps.append((max(load.nearest_end, fewest), "nearest_end"))
+        if load.blocked and load.ends and each:
+            caps.append((self._most_tokens(load, each), "ends"))
         if load.streaming:
             caps.append((self.stream_interval, "stream_interval"))
         if self.target_itl is not None and load.decoding:

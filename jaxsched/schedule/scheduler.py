@@ -147,8 +147,8 @@ class Scheduler:
         """The state in numbers, and the sequences that decode. Frees what is certain to be over after the rounds in
         flight, without waiting to see it: such a slot is dead on the device then, and pages are only reused later.
         """
-        decoding, ended, unread, context = [], [], 0, 0
-        nearest = self.limits.max_model_len
+        decoding, ended, ends, unread, context = [], [], [], 0, 0
+        nearest, longest = self.limits.max_model_len, self.limits.num_steps
         for sequence in self.running:
             if sequence.status is Status.PREFILL:
                 unread += sequence.prefill_target - sequence.prefilled
@@ -162,6 +162,8 @@ class Scheduler:
             context += len(sequence.prompt) + ahead
             if left < nearest:
                 nearest = left
+            if left < longest:
+                ends.append(left)
         for sequence in ended:
             kept = sequence.epoch, sequence.pending
             self._release(sequence)
@@ -179,6 +181,7 @@ class Scheduler:
             free_slots=len(self._free_slots),
             free_pages=self.memory.pool.free,
             nearest_end=nearest if decoding else 0,
+            ends=tuple(ends),
             context=context,
             streaming=self.num_streaming > 0,
             in_flight=self.in_flight,
@@ -312,6 +315,9 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Gives back slot and pages. Rounds in flight no longer concern the sequence."""
         heapq.heappush(self._free_slots, sequence.slot)
+        if sequence.status is Status.DECODE and self.limits.prefix_caching:
+            # Whoever continues this text will find it. The last token's K and V are written by the step that reads it.
+            self.memory.publish(sequence, sequence.length - 1)
         self.memory.release(sequence)
         sequence.slot, sequence.pending = -1, 0
         sequence.epoch += 1
@@ -362,10 +368,6 @@ class Scheduler:
         assert length <= sequence.max_tokens, f"{sequence.id} got more tokens than its limit"
         if self.policy.counts_service:
             self.policy.served(sequence, 0, len(new))
-        # The last token's K and V are written by the step that reads it.
-        positions = len(sequence.prompt) + length - 1
-        if sequence.slot >= 0 and positions // self.limits.page_size > sequence.published:
-            self.memory.publish(sequence, positions)
         if new[-1] in sequence.stop_ids:
             self._finish(plan, sequence, Finish.STOP)
         elif length == sequence.max_tokens:

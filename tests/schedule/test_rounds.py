@@ -14,7 +14,7 @@ from jaxsched.schedule.rounds import AdaptiveRounds, FixedRounds
 CHUNKS, SLOTS, STEPS = (16, 64, 128, 256), (4, 8, 32), (1, 2, 4, 8, 16)
 IDLE = Load(
     now=0.0, waiting=0, waiting_tokens=0, first_tokens=0, first_wait=0.0, blocked=False, decoding=0, unread_tokens=0,
-    free_slots=32, free_pages=1000, nearest_end=0, context=0, streaming=False, in_flight=0,
+    free_slots=32, free_pages=1000, nearest_end=0, ends=(), context=0, streaming=False, in_flight=0,
 )  # fmt: skip
 BUSY = dataclasses.replace(IDLE, decoding=8, free_slots=24, nearest_end=100, context=800)
 FULL = dataclasses.replace(BUSY, decoding=32, free_slots=0, waiting=5, waiting_tokens=500, blocked=True)
@@ -143,7 +143,7 @@ def test_alone_prompts_and_decodes_have_no_share():
 
 
 @pytest.mark.parametrize(
-    ("host_ms", "free", "full"), [(0.5, 1, 1), (2.0, 1, 2), (5.0, 2, 8), (20.0, 8, 16), (500.0, 16, 16)]
+    ("host_ms", "free", "full"), [(0.4, 1, 1), (0.8, 1, 2), (5.0, 2, 16), (20.0, 8, 16), (500.0, 16, 16)]
 )
 def test_rule_6_as_long_as_the_host_needs(host_ms, free, full):
     rounds = make(host=host_ms / 1e3)
@@ -153,21 +153,28 @@ def test_rule_6_as_long_as_the_host_needs(host_ms, free, full):
     assert (choice.steps, choice.reason) == (full, "N host")
 
 
-def test_rule_7_no_further_than_an_end_somebody_waits_for():
-    rounds = make(host=0.011)
+@pytest.mark.parametrize(
+    ("host_ms", "beside", "ends", "steps"),
+    [
+        (0.4, False, (), 1),  # nobody ends: rule 6 alone
+        (20, False, (), 16),
+        (20, False, (9, 12), 16),  # a few empty slots cost less than another round
+        (20, False, (2,) * 30, 2),  # nearly all end in two steps
+        (20, False, (1, 1, 2, 3, 5, 5, 7), 16),
+        (4, False, (1,) * 12, 1),
+        (20, True, (3, 3, 5), 2),  # the host has its own time: no further than the nearest end
+        (20, True, (4, 9), 2),
+        (40, True, (1,), 4),  # but the device shall not wait
+    ],
+)
+def test_rule_7_tokens_per_second_while_somebody_waits(host_ms, beside, ends, steps):
+    rounds = make(host=host_ms / 1e3, host_beside=beside)
     rounds._stop_share = 0.0
-    for nearest, steps in (
-        (100, 16),
-        (7, 4),
-        (4, 4),
-        (3, 2),
-        (1, 2),
-    ):  # 2: the host would take more than a half
-        choice = rounds.choose(dataclasses.replace(FULL, nearest_end=nearest))
-        assert choice.steps == steps
-        assert ("nearest_end" in choice.reason) == (nearest < 16)
-    free = dataclasses.replace(FULL, nearest_end=1, blocked=False, waiting=0, waiting_tokens=0)
-    assert rounds.choose(free).steps == 16
+    load = dataclasses.replace(FULL, ends=ends, nearest_end=min(ends, default=100))
+    choice = rounds.choose(load)
+    assert choice.steps == steps
+    free = dataclasses.replace(load, blocked=False, waiting=0, waiting_tokens=0)
+    assert rounds.choose(free).steps >= steps and "ends" not in rounds.choose(free).reason
 
 
 def test_rule_8_streams_are_smooth():
