@@ -19,7 +19,8 @@ from jaxsched.engine import Engine
 from jaxsched.engine.desk import Desk, QueueFullError, Request, Ticket
 from jaxsched.engine.runner import Done, EngineClosedError, EngineDeadError
 from jaxsched.loading import load_engine, tokenize
-from jaxsched.metrics import Metric
+from jaxsched.metrics import Metric, RoundLog
+from jaxsched.metrics.save import save_timeline
 from jaxsched.models import ModelConfig
 from jaxsched.request import SamplingParams
 from jaxsched.text import Tokenizer
@@ -94,9 +95,9 @@ class AsyncLLM:
     def generate(
         self,
         prompt: str | Any,
-        params: SamplingParams | None = None,
-        *,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
         priority: int = 0,
         client: str = "",
         deadline_ms: float | None = None,
@@ -117,7 +118,7 @@ class AsyncLLM:
 
         async def begin(stream: RequestStream) -> Ticket:
             options = _options(priority, client, deadline_ms, self.engine.clock)
-            sampling = _check_params(params)
+            sampling = _check_params(sampling_params)
             ticket = stream.adopt(Ticket(_check_id(stream.request_id), self._outlet()))
             self._desk.open(ticket)
             text, ids, salt = await self._tokenize(prompt)
@@ -139,7 +140,11 @@ class AsyncLLM:
         )  # a caller may change its list meanwhile
 
     async def fork(
-        self, request_id: str, params: SamplingParams | None = None, *, new_request_id: str | None = None
+        self,
+        request_id: str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        new_request_id: str | None = None,
     ) -> RequestStream:
         """A new request that goes on from all that a running one has read and generated so far, and its pieces.
 
@@ -149,7 +154,7 @@ class AsyncLLM:
         ticket = stream.adopt(Ticket(_check_id(stream.request_id), self._outlet()))
         self._desk.open(ticket)
         try:
-            await self._ask(lambda done: self._desk.fork(ticket, request_id, params, done))
+            await self._ask(lambda done: self._desk.fork(ticket, request_id, sampling_params, done))
         except BaseException:
             stream.close()
             raise
@@ -212,8 +217,22 @@ class AsyncLLM:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
+    def record_rounds(self, path: str | os.PathLike[str]) -> RoundLog:
+        """From now on every round is appended to a file, one JSON line each, until the returned log is closed."""
+        self.engine.round_log = RoundLog(path)
+        return self.engine.round_log
+
+    def timeline(self, path: str | os.PathLike[str], *, limit_s: float | None = None) -> None:
+        """Draws the latest rounds, or writes their trace where ``path`` ends in .json; see ``LLM.timeline``."""
+        save_timeline(self.engine.rounds.copy(), path, limit_s=limit_s)
+
     async def drain(self) -> None:
-        """Takes no new requests from now on and waits until all others are finished. Cannot be undone."""
+        """Takes no new requests from now on and waits until all others are finished. Cannot be undone.
+
+        Raises RuntimeError while the engine sleeps: it would wait for ever.
+        """
+        if self.engine.asleep:
+            raise RuntimeError("this engine is asleep, so nothing can finish; call wake_up() first")
         await self._ask(self._desk.drain)
 
     async def shutdown(self, drain: bool = False) -> None:
@@ -221,7 +240,7 @@ class AsyncLLM:
 
         Returns when it is done, also after an error inside the engine. Safe to call twice.
         """
-        if drain:
+        if drain and not self.engine.asleep:
             with contextlib.suppress(EngineDeadError, EngineClosedError):
                 await self.drain()
         self._desk.close()
@@ -301,7 +320,7 @@ def _check_id(request_id: Any) -> str:
 
 def _check_params(params: Any) -> SamplingParams:
     if params is not None and not isinstance(params, SamplingParams):
-        raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
     return SamplingParams() if params is None else params
 
 

@@ -150,6 +150,7 @@ def generate(
     """
     given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not None}
     with _one_line_errors(debug, UNUSABLE):
+        from jaxsched.metrics.save import check_timeline_path
         from jaxsched.prompt_file import questions
         from jaxsched.request import SamplingParams
 
@@ -158,6 +159,8 @@ def generate(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens,
             stop_token_ids=tuple(_token_ids(stop_token_ids or [])), ignore_eos=ignore_eos,
         )  # fmt: skip
+        if timeline is not None:
+            check_timeline_path(timeline)
         show = not no_progress and sys.stderr.isatty()
         llm = _load(model, revision, _settings(given, no_chunked_prefill, no_prefix_caching), show)
         if round_log is not None:

@@ -60,7 +60,7 @@ class EngineConfig:
     scheduling_policy: str | Policy = (
         "stall-free"  # who is next: a name in schedule.policies.POLICIES, or an object
     )
-    target_ttft_ms: float | None = None  # wanted time to the first token; needs auto steps or chunks
+    target_ttft_ms: float | None = None  # wanted time to the first token; goes with target_itl_ms
     target_itl_ms: float | None = None  # wanted time between tokens; needs auto steps or chunks
     prefill_share: tuple[float, float] = (0.3, 0.5)  # of device time, for prompts; goes with target_itl_ms
     stream_interval: int = 8  # tokens that may come at once while somebody streams; auto steps only
@@ -124,11 +124,12 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}; it must be a positive number of milliseconds")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.auto_steps or self.auto_chunk:
-            if self.target_itl_ms is None and self.prefill_share != defaults["prefill_share"]:
-                raise ValueError(
-                    f"prefill_share is {self.prefill_share}, but it divides the time that target_itl_ms leaves; "
-                    "set both"
-                )
+            for name in ("prefill_share", "target_ttft_ms"):
+                if self.target_itl_ms is None and getattr(self, name) != defaults[name]:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)}, but without target_itl_ms prompts are read as fast as "
+                        "they can be; set both"
+                    )
             return
         for name in ("target_ttft_ms", "target_itl_ms", "prefill_share", "stream_interval"):
             if getattr(self, name) != defaults[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -13,10 +14,10 @@ from tqdm.auto import tqdm
 
 from jaxsched.arguments import Prompt, as_list, options_for, params_for, refusal
 from jaxsched.engine import EngineStats
+from jaxsched.engine.interrupts import uninterrupted
 from jaxsched.loading import load_engine, tokenize
 from jaxsched.metrics import Metric, RoundLog
-from jaxsched.metrics.timeline import draw_timeline
-from jaxsched.metrics.trace import write_trace
+from jaxsched.metrics.save import save_timeline
 from jaxsched.request import OutputBuilder, RequestOutput, SamplingParams
 from jaxsched.text import Tokenizer
 
@@ -79,10 +80,10 @@ class LLM:
         items = as_list(prompts)
         builders = [OutputBuilder() for _ in items]
         options = options_for(len(items), priority, client)
-        with tqdm(
-            total=len(items), desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm
-        ) as bar:
-            for index, piece in self._pieces(items, sampling_params, options, stream=False):
+        pieces = self._pieces(items, sampling_params, options, stream=False)
+        bar = tqdm(total=len(items), desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm)
+        with bar, contextlib.closing(pieces):
+            for index, piece in pieces:
                 builders[index].add(piece)
                 bar.update(piece.finished)
         done = [builder.output() for builder in builders]
@@ -111,10 +112,11 @@ class LLM:
         """
         items = as_list(prompts)
         options = options_for(len(items), priority, client)
-        for index, piece in self._pieces(items, sampling_params, options, stream=True):
-            if piece.error is not None and len(items) == 1:
-                raise piece.error
-            yield index, piece
+        with contextlib.closing(self._pieces(items, sampling_params, options, stream=True)) as pieces:
+            for index, piece in pieces:
+                if piece.error is not None and len(items) == 1:
+                    raise piece.error
+                yield index, piece
 
     def chat(
         self,
@@ -163,13 +165,13 @@ class LLM:
         that. ``sampling_params`` default to the other's, with another seed. Raises ValueError when the request does
         not run any more.
         """
-        with self._lock:
+        with self._lock, uninterrupted():
             self._check_open()
             new_id = self.engine.fork(request_id, sampling_params, sample=sample)
             self._mail[new_id] = []
-        pieces = self._follow(new_id)
-        next(pieces)
-        return pieces
+            pieces = self._follow(new_id)
+            next(pieces)
+            return pieces
 
     # -- looking inside ------------------------------------------------------------------------------------------
 
@@ -192,8 +194,11 @@ class LLM:
         """
         with self._lock:
             self._check_open()
-            self.engine.round_log = RoundLog(path)
-            return self.engine.round_log
+            log = RoundLog(path)
+            if self.engine.round_log is not None:
+                self.engine.round_log.close()
+            self.engine.round_log = log
+            return log
 
     def timeline(self, path: str | os.PathLike[str], *, limit_s: float | None = None) -> None:
         """Draws the latest rounds (at most 1024): what each slot did over time.
@@ -203,12 +208,7 @@ class LLM:
         """
         with self._lock:
             rounds = list(self.engine.rounds)
-        if rounds and limit_s is not None:
-            rounds = [record for record in rounds if record.time >= rounds[-1].time - limit_s]
-        if str(path).endswith(".json"):
-            write_trace(rounds, path)
-        else:
-            draw_timeline(rounds, path)
+        save_timeline(rounds, path, limit_s=limit_s)
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,10 @@ class LLM:
             self.engine.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Frees the KV pool until ``wake_up``: weights and compiled programs stay. Running requests wait."""
+        """Frees the KV pool until ``wake_up``: weights and compiled programs stay. Running requests wait.
+
+        ``generate``, and reading a stream, raise RuntimeError meanwhile.
+        """
         with self._lock:
             self._check_open()
             self.engine.sleep()
@@ -246,7 +249,7 @@ class LLM:
         try:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    index_of[self._submit(prompt, one, stream=stream, **options[index])] = index
+                    self._submit(prompt, one, index_of, index, stream=stream, **options[index])
                 except ValueError as error:
                     refused[index] = error
             for index, reason in refused.items():
@@ -258,9 +261,10 @@ class LLM:
 
     def _read(self, index_of: dict[str, int]) -> Generator[tuple[int, RequestOutput]]:
         """Drives the engine and yields the pieces of these requests. Aborts what is left when it is closed."""
+        generation = self.engine.generation
         try:
             while index_of:
-                for request_id, piece in self._pump(index_of):
+                for request_id, piece in self._pump(index_of, generation):
                     yield index_of[request_id], piece
                     if piece.finished:
                         del index_of[request_id]
@@ -273,26 +277,37 @@ class LLM:
         index_of = {request_id: 0}
         try:
             yield None
-            for _, piece in self._read(index_of):
-                yield piece
+            with contextlib.closing(self._read(index_of)) as pieces:
+                for _, piece in pieces:
+                    yield piece
         finally:
             if index_of and not self._closed:
                 self._abandon(list(index_of))
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, *, stream: bool, **options: Any) -> str:
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        index_of: dict[str, int],
+        index: int,
+        *,
+        stream: bool,
+        **options: Any,
+    ) -> None:
+        """Queues one prompt and enters its request in ``index_of``."""
         text, ids, salt = tokenize(self.tokenizer, prompt)
         try:
-            with self._lock:
+            with self._lock, uninterrupted():
                 self._check_open()
                 request_id = self.engine.add_request(
                     ids, params, prompt=text, cache_salt=salt, stream=stream, **options
                 )
                 self._mail[request_id] = []
-                return request_id
+                index_of[request_id] = index
         finally:
             self._abort_abandoned()
 
-    def _pump(self, mine: Mapping[str, int]) -> list[tuple[str, RequestOutput]]:
+    def _pump(self, mine: dict[str, int], generation: int) -> list[tuple[str, RequestOutput]]:
         """One engine step, unless another caller's step has already brought something for us."""
         try:
             with self._lock:
@@ -300,11 +315,17 @@ class LLM:
                     raise RuntimeError("this LLM was closed while requests were running")
                 if self.engine.asleep:
                     raise RuntimeError("this LLM is asleep; call wake_up() first")
+                if self.engine.generation != generation:
+                    names = ", ".join(mine)
+                    mine.clear()  # their names may be those of other requests by now
+                    raise RuntimeError(f"requests {names} are gone: the engine was restored meanwhile")
                 if not any(self._mail[request_id] for request_id in mine):
-                    for piece in self.engine.step():
-                        box = self._mail.get(piece.request_id)
-                        if box is not None:
-                            box.append(piece)
+                    self.engine.advance()
+                    with uninterrupted():
+                        for piece in self.engine.requests.take():
+                            box = self._mail.get(piece.request_id)
+                            if box is not None:
+                                box.append(piece)
                     lost = [i for i in mine if not self._mail[i] and not self.engine.knows(i)]
                     if lost:
                         raise RuntimeError(
@@ -331,18 +352,25 @@ class LLM:
         self._abort_abandoned()
 
     def _abort_abandoned(self) -> None:
-        while self._abandoned and self._lock.acquire(blocking=False):
-            try:
-                while self._abandoned and not self._closed:
-                    request_id = self._abandoned.popleft()
-                    self._mail.pop(request_id, None)
-                    self.engine.abort(request_id)
-                while not self._mail and not self._closed and self.engine.has_work:
-                    self.engine.step()  # nobody else is there to finish the rounds in flight
-                if self._closed:
-                    self._abandoned.clear()
-            finally:
-                self._lock.release()
+        while self._abandoned and self._abort_some():
+            pass
+
+    @uninterrupted()
+    def _abort_some(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            while self._abandoned and not self._closed:
+                request_id = self._abandoned.popleft()
+                self._mail.pop(request_id, None)
+                self.engine.abort(request_id)
+            while not self._mail and not self._closed and self.engine.has_work:
+                self.engine.step()  # nobody else is there to finish the rounds in flight
+            if self._closed:
+                self._abandoned.clear()
+            return True
+        finally:
+            self._lock.release()
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer (``encode``, ``decode``, ``apply_chat_template``), or None if it has none."""

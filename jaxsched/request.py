@@ -177,6 +177,11 @@ class RequestOutput:
     error: Exception | None = None
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return self.metrics.cached_tokens
+
 
 class OutputBuilder:
     """Puts the pieces of one request together."""

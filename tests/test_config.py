@@ -77,7 +77,7 @@ def controller(**settings):
 @pytest.mark.parametrize("field", SEEN_IN_CONTROLLER)
 def test_field_changes_the_controller(field):
     """What the rules make of it is tested in tests/schedule; where nothing could use it, it is refused."""
-    with_it = {"target_itl_ms": 9} if field == "prefill_share" else {}
+    with_it = {"target_itl_ms": 9} if field in ("prefill_share", "target_ttft_ms") else {}
     one, other = (vars(controller(**{field: value}, **with_it)) for value in SEEN_IN_CONTROLLER[field])
     assert len([name for name in one if name != "cost" and one[name] != other[name]]) == 1
     fixed = {"num_scheduler_steps": 8, "prefill_chunk_size": 64, field: SEEN_IN_CONTROLLER[field][1]}
@@ -87,11 +87,12 @@ def test_field_changes_the_controller(field):
         EngineConfig(**fixed)
 
 
-def test_prefill_share_goes_with_a_target():
+@pytest.mark.parametrize(("name", "value"), [("prefill_share", (0.1, 0.2)), ("target_ttft_ms", 9)])
+def test_what_goes_with_a_target(name, value):
     with pytest.raises(
-        ValueError, match=r"prefill_share is \(0.1, 0.2\), but it divides the time that target_itl_ms"
+        ValueError, match=f"^{name} is .*, but without target_itl_ms prompts are read as fast"
     ):
-        EngineConfig(prefill_share=(0.1, 0.2))
+        EngineConfig(**{name: value})
 
 
 def test_controllers():

@@ -371,13 +371,13 @@ def test_a_stream_found_by_the_garbage_collector(llm, monkeypatch):
     holder = {"stream": llm.stream([[1]], LONG)}
     holder["self"] = holder
     next(holder["stream"])
-    step = llm.engine.step
+    advance = llm.engine.advance
 
-    def collecting_step():
+    def collecting_advance():
         gc.collect()
-        return step()
+        return advance()
 
-    monkeypatch.setattr(llm.engine, "step", collecting_step)
+    monkeypatch.setattr(llm.engine, "advance", collecting_advance)
     del holder
     thread = threading.Thread(target=generate, args=(llm, [[2]]), daemon=True)
     thread.start()

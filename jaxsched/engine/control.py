@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
+import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import jax
 
 from jaxsched.config import Resolved
+from jaxsched.metrics import RoundLog, RoundRecord
 from jaxsched.models import ModelConfig
 from jaxsched.request import SamplingParams
-from jaxsched.schedule import Status
+from jaxsched.schedule import Scheduler, Status
 from jaxsched.step import EngineState
 
 if TYPE_CHECKING:
     from .core import Engine
+    from .requests import Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +31,7 @@ class EngineSnapshot:
     host: bytes  # pickled scheduler, requests, counters
     model: ModelConfig
     resolved: Resolved
+    clock: float = 0.0  # seconds of the engine's clock
 
 
 def snapshot(engine: Engine) -> EngineSnapshot:
@@ -38,7 +44,8 @@ def snapshot(engine: Engine) -> EngineSnapshot:
     engine.finish_rounds()
     requests = engine.requests
     host = pickle.dumps((engine.scheduler, requests.by_id, requests.pieces, engine.count, engine.seed))
-    return EngineSnapshot(jax.device_get(engine.executor.state), host, engine.model, engine.resolved)
+    state = jax.device_get(engine.executor.state)
+    return EngineSnapshot(state, host, engine.model, engine.resolved, engine.clock())
 
 
 def restore(engine: Engine, saved: EngineSnapshot) -> None:
@@ -58,17 +65,43 @@ def restore(engine: Engine, saved: EngineSnapshot) -> None:
             f"the snapshot is of max_stop_ids {stop_ids}, this engine has {engine.max_stop_ids}; restore into an "
             "engine with equal settings"
         )
-    engine.pipeline.flights.clear()
-    engine._broken, engine.asleep = None, False
-    engine.executor.state = jax.device_put(saved.state)
-    requests = engine.requests
-    engine.scheduler, requests.by_id, requests.pieces, engine.count, engine.seed = pickle.loads(saved.host)
-    for request in requests.by_id.values():
+    scheduler, by_id, pieces, count, seed = pickle.loads(saved.host)
+    for request in by_id.values():
         for detokenizer in request.detokenizers:
             if detokenizer is not None:
                 assert engine.tokenizer is not None, "the snapshot has text, this engine has no tokenizer"
                 detokenizer.attach(engine.tokenizer)
+    _shift_times(scheduler, by_id.values(), engine.clock() - saved.clock)
+    engine.pipeline.flights.clear()
+    engine._news.clear()
+    engine.executor.state = jax.device_put(saved.state)
+    engine.requests.by_id, engine.requests.pieces = by_id, pieces
+    engine.scheduler, engine.count, engine.seed = scheduler, count, seed
+    engine._broken, engine.asleep = None, False
+    engine.generation += 1
     engine._set_gauges()
+
+
+def _shift_times(scheduler: Scheduler, requests: Iterable[Request], by: float) -> None:
+    """Moves all times to this engine's clock, as if no time had passed since the snapshot."""
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else at + by
+
+    for request in requests:
+        request.last_token = [moved(at) for at in request.last_token]
+        metrics = request.metrics
+        metrics.arrival += by
+        for name in ("first_scheduled", "first_token", "last_token"):
+            setattr(metrics, name, moved(getattr(metrics, name)))
+        for sequence in request.sequences:
+            waits = sequence.status is Status.WAITING
+            if waits:
+                scheduler.policy.discard(sequence)
+            sequence.arrived += by
+            sequence.deadline, sequence.scheduled = moved(sequence.deadline), moved(sequence.scheduled)
+            if waits:
+                scheduler.policy.push(sequence, sequence.arrived)
 
 
 def fork(
@@ -96,7 +129,7 @@ def fork(
         params = dataclasses.replace(request.params, seed=None, n=1)
     memory = engine.scheduler.memory
     if parent.salt is None:  # without prefix caching nobody could find its pages until now
-        parent.salt = f"fork of {parent.id} at {engine.count}".encode()
+        parent.salt = f"fork of {parent.id} at {engine.count}".encode(errors="surrogatepass")
     if parent.pages:
         written = parent.prefilled if parent.status is Status.PREFILL else parent.length
         memory.publish(parent, min(written, parent.length - 1))  # the last token may still have to be read
@@ -136,3 +169,13 @@ def wake_up(engine: Engine) -> None:
     if engine.asleep:
         engine.executor.state = engine.empty_state()
         engine.asleep = False
+
+
+def log_round(engine: Engine, log: RoundLog, record: RoundRecord) -> None:
+    """Appends a round to the log. A full disk ends the log with a warning and does not stop the engine."""
+    try:
+        log.append(record)
+    except (OSError, ValueError) as error:
+        engine.round_log = None
+        with contextlib.suppress(Warning):  # where warnings are errors
+            warnings.warn(f"the round log ends here: {error}", RuntimeWarning, stacklevel=2)

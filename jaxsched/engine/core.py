@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -16,7 +16,7 @@ from jaxsched.config import Resolved
 from jaxsched.metrics import EngineMetrics, RoundLog, RoundRecord
 from jaxsched.models import ModelConfig
 from jaxsched.request import RequestOutput, SamplingParams
-from jaxsched.schedule import Finish, Scheduler, Sequence
+from jaxsched.schedule import Finish, Scheduler, Sequence, Status
 from jaxsched.schedule.policies import Policy
 from jaxsched.schedule.rounds import RoundController
 from jaxsched.step import EngineState, init_state
@@ -90,6 +90,7 @@ class Engine:
         self.requests = RequestTable(clock, self.metrics)
         self.pipeline = Pipeline(clock, run_ahead, just_in_time and run_ahead > 0)
         self.asleep = False
+        self.generation = 0  # times restored: who reads a request of an earlier one reads somebody else's
         self._news: dict[Sequence, list[int]] = {}  # tokens that have come and are not in a piece yet
         self.count = 0  # requests so far; seeds of requests that bring none depend on it
         self._broken: BaseException | None = None  # why the device state is lost
@@ -139,6 +140,7 @@ class Engine:
         sequences = make_sequences(self, request_id, prompt_token_ids, params, order)
         return self._queue(request_id, sequences, params, prompt)
 
+    @uninterrupted()
     def _queue(
         self, request_id: str, sequences: list[Sequence], params: SamplingParams, prompt: str | None
     ) -> str:
@@ -152,9 +154,19 @@ class Engine:
                 sequence.finish = Finish.LENGTH
             self._emit([(sequence, []) for sequence in sequences])
         else:
+            self._add(sequences, now)
+        return request_id
+
+    def _add(self, sequences: list[Sequence], now: float) -> None:
+        try:
             for sequence in sequences:
                 self.scheduler.add(sequence, now)
-        return request_id
+        except BaseException:  # a policy of the user's may raise anything; then nothing is queued
+            for sequence in sequences:
+                if sequence.status is not Status.NEW:
+                    self.scheduler.abort(sequence)
+            del self.requests.by_id[sequences[0].request_id]
+            raise
 
     def _unused_id(self) -> str:
         number = self.count
@@ -162,6 +174,7 @@ class Engine:
             number += 1
         return str(number)
 
+    @uninterrupted()
     def fork(
         self,
         request_id: str,
@@ -178,6 +191,7 @@ class Engine:
         """Whether the request is queued or running."""
         return request_id in self.requests.by_id
 
+    @uninterrupted()
     def abort(self, request_id: str) -> None:
         """Ends a request; the next ``step`` reports it with finish_reason "abort". Unknown ids are ignored."""
         request = self.requests.by_id.get(request_id)
@@ -212,11 +226,15 @@ class Engine:
 
         Raises RuntimeError after a round was lost: the device state is lost with it.
         """
+        self.advance()
+        return self.requests.take()
+
+    def advance(self) -> None:
+        """``step`` without taking the pieces; ``requests.take()`` gives them."""
         if self._broken is not None:
             raise RuntimeError(f"this engine stopped at {self._broken!r}; make a new one") from self._broken
         if not self.asleep:
             self._advance()
-        return self.requests.take()
 
     def _advance(self) -> None:
         pipeline, scheduler = self.pipeline, self.scheduler
@@ -310,15 +328,8 @@ class Engine:
         host = record.host_us
         scheduler.controller.host_time((sum(host.values()) - host.get("wait", 0.0)) / 1e6)
         if self.round_log is not None:
-            self._log(self.round_log, record)
+            control.log_round(self, self.round_log, record)
         self._set_gauges()
-
-    def _log(self, log: RoundLog, record: RoundRecord) -> None:
-        try:
-            log.append(record)
-        except (OSError, ValueError) as error:  # a full disk must not stop the engine
-            self.round_log = None
-            warnings.warn(f"the round log ends here: {error}", RuntimeWarning, stacklevel=2)
 
     def _set_gauges(self) -> None:
         scheduler = self.scheduler
@@ -357,18 +368,22 @@ class Engine:
         """The whole engine in mid-generation, as a value; see ``control.snapshot``."""
         return control.snapshot(self)
 
+    @uninterrupted()
     def restore(self, snapshot: EngineSnapshot) -> None:
         """Continues from a snapshot, token for token; see ``control.restore``."""
         control.restore(self, snapshot)
 
+    @uninterrupted()
     def reset_prefix_cache(self) -> None:
         """Forgets what the pages of the pool hold. Running requests go on; later prompts are read anew."""
         self.scheduler.reset_prefix_cache()
 
+    @uninterrupted()
     def sleep(self) -> None:
         """Frees the KV pool; see ``control.sleep``."""
         control.sleep(self)
 
+    @uninterrupted()
     def wake_up(self) -> None:
         """Makes the KV pool anew; requests go on where they were."""
         control.wake_up(self)
@@ -378,4 +393,5 @@ class Engine:
         for leaf in jax.tree.leaves((self.executor.params, self.executor.state)):
             leaf.delete()
         if self.round_log is not None:
-            self.round_log.close()
+            with contextlib.suppress(OSError):
+                self.round_log.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -131,9 +133,12 @@ class Desk:
         """Has an opened ticket's request continue from what ``parent`` has generated."""
         self.runner.submit(partial(self._fork, ticket, parent, params), done, between_steps=True)
 
-    def leave(self, ticket: Ticket) -> None:
-        """The consumer is gone: its request is aborted. The garbage collector may call it at any moment."""
-        if not ticket.gone:
+    def leave(self, ticket: Ticket, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """The consumer is gone: its request is aborted. The garbage collector may call it at any moment.
+
+        At the interpreter's end, when modules have lost their names, nobody is left to be told.
+        """
+        if not ticket.gone and not finalizing():
             ticket.gone = ticket.leaving = True
             self.runner.submit(partial(self._leave, ticket))
 

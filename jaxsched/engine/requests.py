@@ -71,6 +71,8 @@ class RequestTable:
                 failed.append((sequence, error))
                 continue
             outputs.setdefault(sequence.request_id, []).append(output)
+        for sequence, _ in failed:
+            outputs.pop(sequence.request_id, None)  # ``fail`` makes the last piece of all its samples
         for request_id, parts in outputs.items():
             self._add_piece(self.by_id[request_id], parts)
         return failed

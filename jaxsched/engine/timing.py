@@ -41,6 +41,7 @@ class DeviceClock:
     def finished(self, launched: float, waited: bool, predicted: float) -> Span:
         """The next program in order has ended. ``waited``: its result was not there yet when the host asked for it."""
         now = self.clock()
+        self._free_at = min(self._free_at, now)  # a clock may be set back
         start = max(launched, self._free_at)
         early = 0.0 < now - start < predicted  # not seen, but it was over before it was expected to be
         exact = (waited or early) and (self._exact or launched >= self._free_at)

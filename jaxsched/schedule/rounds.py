@@ -60,13 +60,13 @@ class AdaptiveRounds:
       1. the smallest bucket that holds all there is to read, else the largest;
       2. with ``target_itl`` (seconds) and live decodes: the largest whose predicted step keeps it, at least the
          smallest bucket;
-      3. but one bucket more than rule 2 says while prompts get less than ``prefill_share[0]`` of the device time.
+      3. but one bucket more than rule 2 says while prompts get less than ``prefill_share[0]`` of the device time, or
+         when ``target_ttft`` (seconds) would be missed by the next in line.
     M, steps that read prompts
       4. as many as it takes to read all there is;
-      5. with ``target_itl``: none in this round while prompts have had more than ``prefill_share[1]`` of the device
-         time of the last ``HORIZON`` seconds in which decodes wanted it too; not so without live decodes, nor when
-         ``target_ttft`` (seconds) would be missed by the next in line. Without that target throughput goes first, and
-         a step that reads prompts decodes as well.
+      5. where rule 2 holds C down: none in this round while prompts have had more than ``prefill_share[1]`` of the
+         device time of the last ``HORIZON`` seconds in which decodes wanted it too; not so when ``target_ttft`` would
+         be missed. Elsewhere throughput goes first, and a step that reads prompts decodes as well.
     N, steps
       6. the fewest that keep the host, which works while the device does, at 1/4 of the round while an arrival could
          be admitted, at 1/25 while it could not (no free slot): longer rounds would only make it wait;
@@ -128,6 +128,7 @@ class AdaptiveRounds:
 
     def host_time(self, seconds: float) -> None:
         """Running mean; a hiccup counts no more than four ordinary rounds."""
+        seconds = max(seconds, 0.0)  # a clock may be set back
         if not self.host_seconds:
             self.host_seconds = seconds
         self.host_seconds += 0.1 * (min(seconds, 4 * self.host_seconds) - self.host_seconds)
@@ -149,9 +150,9 @@ class AdaptiveRounds:
         """See the class."""
         slots = self._bucket(load.decoding)
         to_read = load.unread_tokens + (load.waiting_tokens if load.free_slots else 0)
-        chunk, why_chunk = self._chunk(load, to_read)
+        chunk, why_chunk, held = self._chunk(load, to_read)
         mixed = -(-to_read // chunk)
-        if mixed and self._too_much(load) and not self._late(load, chunk):
+        if mixed and held and self.prompt_share > self.prefill_share[1] and not self._late(load, chunk):
             mixed, why_chunk = 0, "none: prefill_share"
         each = self._mixed_step(load, chunk) if mixed else self.cost.predict(0, slots, load.context)
         share = self.HOST_SHARE_FREE if load.free_slots else self.HOST_SHARE_FULL
@@ -172,25 +173,23 @@ class AdaptiveRounds:
         slots = self.mixed_slots[bisect_left(self.mixed_slots, rows)]
         return self.cost.predict(chunk, slots, load.context)
 
-    def _chunk(self, load: Load, to_read: int) -> tuple[int, str]:
-        """Rules 1 to 3."""
+    def _chunk(self, load: Load, to_read: int) -> tuple[int, str, bool]:
+        """Rules 1 to 3; and whether rule 2 holds C down."""
         sizes = self.chunk_sizes
         index = min(bisect_left(sizes, to_read), len(sizes) - 1)
         why = "all" if sizes[index] >= to_read else "largest"
         if self.target_itl is None or not load.decoding:
-            return sizes[index], why
+            return sizes[index], why, False
         fast = 0
         while fast < index and self._mixed_step(load, sizes[fast + 1]) <= self.target_itl:
             fast += 1
-        if fast < index:
-            index, why = fast, "target_itl"
-            if self.prompt_share < self.prefill_share[0]:
-                index, why = fast + 1, "prefill_share"
-        return sizes[index], why
-
-    def _too_much(self, load: Load) -> bool:
-        """Rule 5, but for ``target_ttft``."""
-        return self.target_itl is not None and load.decoding > 0 and self.prompt_share > self.prefill_share[1]
+        if fast >= index:
+            return sizes[index], why, False
+        if self.prompt_share < self.prefill_share[0]:
+            return sizes[fast + 1], "prefill_share", True
+        if self._late(load, sizes[fast]):
+            return sizes[fast + 1], "target_ttft", True
+        return sizes[fast], "target_itl", True
 
     def _late(self, load: Load, chunk: int) -> bool:
         """Whether the next in line misses ``target_ttft`` unless prompts are read now."""

@@ -56,13 +56,13 @@ class Scheduler:
         """Queues a sequence. The caller has checked that it fits."""
         sequence.arrival, sequence.arrived = self._arrivals, now
         self._arrivals += 1
-        self.num_streaming += sequence.streaming
         self._enqueue(sequence, now)
+        self.num_streaming += sequence.streaming
 
     def _enqueue(self, sequence: Sequence, now: float) -> None:
+        self.policy.push(sequence, now)
         sequence.status = Status.WAITING
         self._waiting_tokens += sequence.length
-        self.policy.push(sequence, now)
 
     def abort(self, sequence: Sequence, reason: Finish = Finish.ABORT) -> None:
         """Ends a sequence now, wherever it is. Tokens of rounds in flight are discarded. Idempotent."""
@@ -119,9 +119,13 @@ class Scheduler:
             for sequence in decoding:
                 self._enter(plan, sequence, 0, steps)
         if plan.steps == 0:
-            assert self.in_flight or not self.num_waiting, (
-                f"policy {self.policy.name!r} serves nobody, but some wait"
-            )
+            if plan.preempted and not self.in_flight:  # who was to decode waits now, and the pool has room
+                again = self.plan(now)
+                if again is not None:
+                    again.preempted += plan.preempted
+                return again
+            if self.num_waiting and not self.in_flight:
+                raise RuntimeError(f"policy {self.policy.name!r} serves nobody, but {self.num_waiting} wait")
             return None
         plan.drops = sorted(self._drops - {slot for slot, _ in plan.admits})
         self._drops.clear()
@@ -139,9 +143,8 @@ class Scheduler:
         idle = not load.decoding and not load.in_flight
         steps = min(max(choice.steps, 1), self.limits.num_steps)
         mixed = max(choice.mixed, 1) if idle else choice.mixed
-        return dataclasses.replace(
-            choice, steps=steps, mixed=mixed, chunk=max(choice.chunk, 1), admit=choice.admit or idle
-        )
+        chunk = max(choice.chunk, 1) if self.limits.split_prompts else self.limits.chunk_tokens
+        return dataclasses.replace(choice, steps=steps, mixed=mixed, chunk=chunk, admit=choice.admit or idle)
 
     def _load(self, now: float) -> tuple[Load, list[Sequence]]:
         """The state in numbers, and the sequences that decode. Frees what is certain to be over after the rounds in
@@ -223,6 +226,8 @@ class Scheduler:
                 return 0
             else:
                 victim = self.policy.victim(list(self.running))
+                if victim not in self.running:
+                    raise RuntimeError(f"policy {self.policy.name!r} preempts somebody who does not run")
                 self.evict(victim, now)
                 if victim in decoding:
                     decoding.remove(victim)

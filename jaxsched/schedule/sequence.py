@@ -12,6 +12,7 @@ from .pages import Key
 class Status(enum.Enum):
     """Where a sequence stands. WAITING holds neither slot nor pages; PREFILL and DECODE hold both."""
 
+    NEW = "new"
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -44,7 +45,7 @@ class Sequence:
     salt: bytes | None = b""  # sequences share pages only under equal salts; None: with nobody
     streaming: bool = False  # somebody reads its tokens as they come
     output: list[int] = dataclasses.field(default_factory=list)  # tokens that reached the host
-    status: Status = Status.WAITING
+    status: Status = Status.NEW
     finish: Finish | None = None
     arrival: int = 0  # rank by arrival, unique
     arrived: float = 0.0  # clock seconds

@@ -197,8 +197,8 @@ BAD = {
     "salt": ({"prompt": {"prompt": "a", "cache_salt": 5}}, ValueError, "cache_salt is 5; it must be a string"),
     "half a character": ({"prompt": "\ud800"}, ValueError, "half of a surrogate pair"),
     "half, long": ({"prompt": "\ud800" * 2000}, ValueError, "half of a surrogate pair"),
-    "stop ids": ({"params": SamplingParams(stop_token_ids=(272,))}, ValueError, "stop_token_ids has 272"),
-    "params": ({"params": {"temperature": 0}}, TypeError, "params must be SamplingParams, not dict"),
+    "stop ids": ({"sampling_params": SamplingParams(stop_token_ids=(272,))}, ValueError, "stop_token_ids has 272"),
+    "params": ({"sampling_params": {"temperature": 0}}, TypeError, "sampling_params must be SamplingParams, not dict"),
     "priority": ({"priority": "high"}, ValueError, "priority is 'high'; it must be an integer"),
     "client": ({"client": None}, ValueError, "client is None; it must be a string"),
     "deadline": ({"deadline_ms": 0}, ValueError, "deadline_ms is 0; it must be a positive number of milliseconds"),
@@ -213,7 +213,7 @@ def test_bad_requests_fail_alone(engine, model):
         async with serving(engine) as llm:
             others = [asyncio.create_task(result_of(llm.generate([i], LONG))) for i in range(5)]
             for arguments, kind, message in BAD.values():
-                stream = llm.generate(**{"prompt": [1], "params": GREEDY, **arguments})
+                stream = llm.generate(**{"prompt": [1], "sampling_params": GREEDY, **arguments})
                 with pytest.raises(kind, match=message):
                     await anext(stream)
                 with pytest.raises(StopAsyncIteration):

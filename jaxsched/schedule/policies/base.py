@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from ..load import Choice, Load
 from ..sequence import Sequence
@@ -25,8 +25,13 @@ class Policy:
     name: str = "custom"  # shown in logs
     counts_service: bool = False  # True: ``served`` is called
 
-    def __init__(self) -> None:
+    _queue: WaitingQueue
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Not in __init__, which a user's class may replace.
+        self = super().__new__(cls)
         self._queue = WaitingQueue()
+        return self
 
     def key(self, sequence: Sequence) -> Any:
         """Where a sequence stands in the order. Computed when it is queued; anything that compares, such as a tuple."""

@@ -24,7 +24,12 @@ class WaitingQueue:
     def push(self, key: Any, sequence: Sequence) -> None:
         """Queues a sequence. The key is fixed until it is pushed again."""
         assert sequence.arrival not in self._tickets, f"{sequence.id} is queued twice"
-        heapq.heappush(self._heap, (key, sequence.arrival, self._pushed, sequence))
+        try:
+            heapq.heappush(self._heap, (key, sequence.arrival, self._pushed, sequence))
+        except BaseException:  # a key that does not compare must not stay in the heap
+            self._heap = [entry for entry in self._heap if entry[2] != self._pushed]
+            heapq.heapify(self._heap)
+            raise
         self._tickets[sequence.arrival] = self._pushed
         self._pushed += 1
 
