@@ -23,7 +23,7 @@ AUTO_CHUNKS = (
 )  # C that prefill_chunk_size "auto" chooses from, beside MIN_CHUNK for short rests
 MIN_CHUNK = 16  # smallest chunk bucket, tokens
 AUTO_STEPS = (1, 2, 4, 8, 16)  # N that num_scheduler_steps "auto" chooses from
-AUTO_LENGTHS = (1, 4, 16)  # lengths of the decode scans that they are put together from
+AUTO_LENGTHS = (1, 4, 8, 16)  # lengths of the decode scans that they are put together from
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXECUTORS = ("auto", "scan", "dispatch")
 MAX_STEPS = 1024  # of a round; more would only waste steps behind the ends of sequences

@@ -196,7 +196,7 @@ def test_limits(settings, want):
             {"dtype": "float16", "page_bytes": 16 * BYTES_PER_TOKEN // 2},
         ),
         ({"executor": "dispatch"}, {"executor": "dispatch"}),
-        ({}, {"chunk_buckets": (16, 64, 128, 256), "lengths": (1, 4, 16), "small_lengths": (1, 4)}),
+        ({}, {"chunk_buckets": (16, 64, 128, 256), "lengths": (1, 4, 8, 16), "small_lengths": (1, 4)}),
         ({"max_num_batched_tokens": 132}, {"chunk_buckets": (16, 64, 100)}),
         ({"num_scheduler_steps": 6}, {"lengths": (1, 2, 4, 6), "small_lengths": (1, 6)}),
         ({"num_scheduler_steps": 1}, {"lengths": (1,), "small_lengths": (1,)}),

@@ -69,7 +69,7 @@ class AdaptiveRounds:
          be missed. Elsewhere throughput goes first, and a step that reads prompts decodes as well.
     N, steps
       6. the fewest that keep the host, which works while the device does, at 1/4 of the round while an arrival could
-         be admitted, at 1/25 while it could not (no free slot): longer rounds would only make it wait;
+         be admitted, at 1/25 while it could not (no slot left): longer rounds would only make it wait;
       7. when somebody waits whom slots or pages keep out: as many of these as give most tokens per second, knowing that
          a sequence that ends leaves its slot empty until the round is over. That is no further than the nearest certain
          end, unless the host's time for another round costs more than the empty slots;
@@ -155,7 +155,7 @@ class AdaptiveRounds:
         if mixed and held and self.prompt_share > self.prefill_share[1] and not self._late(load, chunk):
             mixed, why_chunk = 0, "none: prefill_share"
         each = self._mixed_step(load, chunk) if mixed else self.cost.predict(0, slots, load.context)
-        share = self.HOST_SHARE_FREE if load.free_slots else self.HOST_SHARE_FULL
+        share = self.HOST_SHARE_FREE if load.free_slots > load.waiting else self.HOST_SHARE_FULL
         steps, why = self._amortised(each, share)
         steps, why = self._capped(load, slots, each, steps, why)
         sizes = self.step_sizes

@@ -52,12 +52,20 @@ def test_one_listener_is_enough(toy):
 
 def test_stream_interval_bounds_the_rounds(toy):
     engine = make_engine(toy("base"), **AUTO, stream_interval=2)
-    for _ in range(4):  # the host is slow on a toy, so rounds would be long
-        [sizes] = pieces_of(engine, stream=True)
-    assert max(sizes) <= 2
-    for _ in range(2):
-        pieces_of(engine, stream=False)
-    assert max(record.steps for record in list(engine.rounds)[-4:]) > 2
+    controller = engine.scheduler.controller
+
+    def sizes_and_steps(stream):
+        controller.host_seconds, controller._stop_share = 1.0, 0.0  # rounds would be as long as they can
+        engine.rounds.clear()
+        [sizes] = pieces_of(engine, stream=stream)
+        return max(sizes), max(record.steps for record in engine.rounds)
+
+    pieces_of(engine, stream=True)  # learns what a step takes
+    pieces_of(engine, stream=True)
+    assert controller.cost.known
+    size, steps = sizes_and_steps(stream=True)
+    assert size <= 2 and steps == 2
+    assert sizes_and_steps(stream=False)[1] > 2
 
 
 # -- just in time ------------------------------------------------------------------------------------------------------
