@@ -6,6 +6,8 @@ import dataclasses
 import math
 import numbers
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -122,21 +124,27 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name} is {value!r}; it must be a positive number of milliseconds")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        if self.auto_steps or self.auto_chunk:
-            for name in ("prefill_share", "target_ttft_ms"):
-                if self.target_itl_ms is None and getattr(self, name) != defaults[name]:
-                    raise ValueError(
-                        f"{name} is {getattr(self, name)}, but without target_itl_ms prompts are read as fast as "
-                        "they can be; set both"
-                    )
-            return
-        for name in ("target_ttft_ms", "target_itl_ms", "prefill_share", "stream_interval"):
-            if getattr(self, name) != defaults[name]:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, but num_scheduler_steps and prefill_chunk_size are both fixed, "
-                    'so there is nothing that it could steer; leave one of them at "auto"'
+        for name, why in self._without_effect():
+            default = next(field.default for field in dataclasses.fields(self) if field.name == name)
+            if getattr(self, name) != default:
+                raise ValueError(f"{name} is {getattr(self, name)}, but {why}")
+
+    def _without_effect(self) -> Iterator[tuple[str, str]]:
+        """Settings that these others leave nothing to do, and why with the remedy."""
+        if not self.auto_steps and not self.auto_chunk:
+            for name in ("target_ttft_ms", "target_itl_ms", "prefill_share", "stream_interval"):
+                yield (
+                    name,
+                    "num_scheduler_steps and prefill_chunk_size are both fixed, so there is nothing that it could "
+                    'steer; leave one of them at "auto"',
                 )
+        if not self.auto_steps:
+            yield "stream_interval", 'num_scheduler_steps is fixed; leave it at "auto"'
+        for name in ("prefill_share", "target_ttft_ms"):
+            if self.target_itl_ms is None:
+                yield name, "without target_itl_ms prompts are read as fast as they can be; set both"
+            if not self.auto_chunk:
+                yield name, 'prefill_chunk_size is fixed; leave it at "auto"'
 
     @property
     def auto_steps(self) -> bool:
@@ -215,6 +223,16 @@ class EngineConfig:
         top = self.max_steps
         powers = [1 << i for i in range(top.bit_length()) if 1 << i < top]
         return (*powers, top), tuple(sorted({1, top}))
+
+    def engine_options(self, resolved: Resolved, platform: str) -> dict[str, Any]:
+        """The arguments of ``Engine`` that follow from the settings alone."""
+        return {
+            "run_ahead": self.run_ahead,
+            "just_in_time": self.auto_steps,
+            "seed": self.seed,
+            "policy": self.scheduling_policy,
+            "controller": self.controller(resolved, platform),
+        }
 
     def controller(self, resolved: Resolved, platform: str = "cpu") -> RoundController:
         """What chooses N, M and C of each round: fixed numbers, or the adaptive rules."""

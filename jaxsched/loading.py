@@ -76,11 +76,7 @@ def load_engine(
         eos_token_ids=checkpoint.eos_token_ids,
         bos_token_id=checkpoint.bos_token_id,
         max_stop_ids=max(config.max_stop_ids, len(checkpoint.eos_token_ids)),
-        run_ahead=config.run_ahead,
-        just_in_time=config.auto_steps,
-        seed=config.seed,
-        policy=config.scheduling_policy,
-        controller=config.controller(resolved, platform),
+        **config.engine_options(resolved, platform),
         progress=CompileBar() if use_tqdm_on_load else None,
     )
     if platform == "gpu":

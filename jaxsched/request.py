@@ -184,29 +184,45 @@ class RequestOutput:
 
 
 class OutputBuilder:
-    """Puts the pieces of one request together."""
+    """Puts the pieces of one request together: text and lists grow, of everything else the newest counts."""
 
     def __init__(self) -> None:
-        self._last: RequestOutput | None = None
+        self._whole: RequestOutput | None = None
         self._samples: dict[int, CompletionOutput] = {}
         self._texts: dict[int, list[str]] = {}
 
     def add(self, piece: RequestOutput) -> None:
-        """The next piece."""
-        self._last = piece
+        """The next piece. It stays as it is."""
+        before, fields = self._whole, dataclasses.fields(piece)
+        # What was said once need not be said again.
+        said = {f.name: getattr(piece, f.name) or getattr(before or piece, f.name) for f in fields}
+        self._whole = RequestOutput(**said)
         for new in piece.outputs:
-            whole = self._samples.get(new.index)
-            if whole is None:
-                self._samples[new.index] = dataclasses.replace(new, token_ids=list(new.token_ids))
+            if new.index in self._samples:
+                self._texts[new.index].append(new.text)
+                _append(self._samples[new.index], new)
+            else:
                 self._texts[new.index] = [new.text]
-                continue
-            whole.token_ids += new.token_ids
-            whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
-            self._texts[new.index].append(new.text)
+                copies = {f.name: _copied(getattr(new, f.name)) for f in dataclasses.fields(new)}
+                self._samples[new.index] = CompletionOutput(**copies)
 
     def output(self) -> RequestOutput:
         """The whole, its samples in order."""
-        assert self._last is not None, "a request got lost"
+        assert self._whole is not None, "a request got lost"
         for index, texts in self._texts.items():
             self._samples[index].text = "".join(texts)
-        return dataclasses.replace(self._last, outputs=[self._samples[i] for i in sorted(self._samples)])
+        return dataclasses.replace(self._whole, outputs=[self._samples[i] for i in sorted(self._samples)])
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _append(whole: CompletionOutput, new: CompletionOutput) -> None:
+    """All but the text."""
+    for field in dataclasses.fields(new):
+        value = getattr(new, field.name)
+        if isinstance(value, list):
+            getattr(whole, field.name).extend(value)
+        elif value is not None and field.name != "text":
+            setattr(whole, field.name, value)

@@ -151,11 +151,7 @@ def make_engine(model: Model, settings: Mapping[str, Any]) -> Engine:
         resolved,
         tokenizer=model.tokenizer,
         max_stop_ids=config.max_stop_ids,
-        run_ahead=config.run_ahead,
-        just_in_time=config.auto_steps,
-        seed=config.seed,
-        policy=config.scheduling_policy,
-        controller=config.controller(resolved, _platform()),
+        **config.engine_options(resolved, _platform()),
     )
 
 

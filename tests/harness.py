@@ -58,18 +58,14 @@ def make_engine(model: Model, **settings: Any) -> Engine:
     """An engine with the settings SMALL unless told otherwise; ``clock`` and ``bos_token_id`` go to Engine itself."""
     engine_only = {name: settings.pop(name) for name in ("clock", "bos_token_id") if name in settings}
     config = EngineConfig(**{**SMALL, **settings})
+    resolved = config.resolve(model.config, "cpu")
     options = {
         "tokenizer": model.tokenizer,
         "eos_token_ids": model.checkpoint.eos_token_ids,
         "bos_token_id": model.checkpoint.bos_token_id,
         "max_stop_ids": config.max_stop_ids,
-        "run_ahead": config.run_ahead,
-        "just_in_time": config.auto_steps,
-        "seed": config.seed,
-        "policy": config.scheduling_policy,
+        **config.engine_options(resolved, "cpu"),
     }
-    resolved = config.resolve(model.config, "cpu")
-    options["controller"] = config.controller(resolved)
     return Engine(model.graph, model.params, model.config, resolved, **{**options, **engine_only})
 
 

@@ -95,6 +95,36 @@ def test_what_goes_with_a_target(name, value):
         EngineConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "settings", "why"),
+    [
+        ("stream_interval", 2, {"num_scheduler_steps": 8}, "num_scheduler_steps is fixed"),
+        (
+            "prefill_share",
+            (0.1, 0.2),
+            {"prefill_chunk_size": 64, "target_itl_ms": 9},
+            "prefill_chunk_size is fixed",
+        ),
+        (
+            "target_ttft_ms",
+            9,
+            {"prefill_chunk_size": None, "target_itl_ms": 9},
+            "prefill_chunk_size is fixed",
+        ),
+        (
+            "target_ttft_ms",
+            9,
+            {"enable_chunked_prefill": False, "target_itl_ms": 9},
+            "prefill_chunk_size is fixed",
+        ),
+    ],
+)
+def test_what_one_fixed_number_leaves_nothing_to_do(field, value, settings, why):
+    with pytest.raises(ValueError, match=f'^{field} is .*, but {why}; leave it at "auto"'):
+        EngineConfig(**{field: value}, **settings)
+    EngineConfig(**settings)
+
+
 def test_controllers():
     auto, fixed = controller(), controller(num_scheduler_steps=3, prefill_chunk_size=64)
     assert isinstance(auto, AdaptiveRounds) and isinstance(fixed, FixedRounds)

@@ -148,13 +148,13 @@ class Engine:
         request = Request.new(request_id, sequences, params, prompt, self.tokenizer, now)
         self.count += 1
         self.requests.by_id[request_id] = request
-        self.metrics.request_arrived()
         if sequences[0].max_tokens == 0:
             for sequence in sequences:
                 sequence.finish = Finish.LENGTH
             self._emit([(sequence, []) for sequence in sequences])
         else:
             self._add(sequences, now)
+        self.metrics.request_arrived()
         return request_id
 
     def _add(self, sequences: list[Sequence], now: float) -> None:

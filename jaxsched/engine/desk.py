@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from jaxsched.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxsched.request import CompletionOutput, OutputBuilder, RequestOutput, SamplingParams
 
 from .core import Engine
 from .runner import Done, EngineClosedError, EngineRunner
@@ -42,7 +42,7 @@ class Ticket:
         self.leaving = False  # aborted; the engine may not have said so yet
         self.gone = False  # nobody takes pieces any more
         self.ended = False  # the last item was posted
-        self._piece: RequestOutput | None = None
+        self._pieces: OutputBuilder | None = None
         self._error: BaseException | None = None
 
     def put(self, item: Item) -> None:
@@ -50,12 +50,13 @@ class Ticket:
         if isinstance(item, BaseException):
             self._error = item
         else:
-            self._piece = item if self._piece is None else merge(self._piece, item)
+            self._pieces = self._pieces or OutputBuilder()
+            self._pieces.add(item)
 
     def take(self) -> Item | None:
         """All that waits as one piece, then the error; None when nothing has come."""
-        item, self._piece = self._piece, None
-        return item if item is not None else self._error
+        pieces, self._pieces = self._pieces, None
+        return self._error if pieces is None else pieces.output()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +219,7 @@ class Desk:
         if self._routes.get(ticket.request_id) is ticket:
             engine.abort(ticket.request_id)
         else:
-            self._post({ticket: _aborted(ticket.request_id)})
+            self._post([(ticket, _aborted(ticket.request_id))])
             self._forget(ticket)
 
     def _drain(self, done: Done, engine: Engine) -> None:
@@ -234,14 +235,12 @@ class Desk:
 
     def _deliver(self, pieces: list[RequestOutput]) -> None:
         """Brings the pieces of a step to their consumers, and sees that nobody waits in vain."""
-        items: dict[Ticket, Item] = {}
+        items: list[tuple[Ticket, Item]] = []
         for piece in pieces:
             ticket = self._routes.get(piece.request_id)
             if ticket is None:
                 continue
-            items[ticket] = (
-                merge(before, piece) if isinstance(before := items.get(ticket), RequestOutput) else piece
-            )
+            items.append((ticket, piece))
             if piece.finished:
                 del self._routes[piece.request_id]
                 self._forget(ticket)
@@ -263,10 +262,10 @@ class Desk:
                     ticket, RuntimeError(f"request {request_id!r} is gone: the engine was restored meanwhile")
                 )
 
-    def _post(self, items: dict[Ticket, Item]) -> None:
+    def _post(self, items: list[tuple[Ticket, Item]]) -> None:
         """One call per outlet. Requests whose consumers' event loop is gone are aborted."""
         batches: dict[Outlet, list[tuple[Ticket, Item]]] = {}
-        for ticket, item in items.items():
+        for ticket, item in items:
             if not ticket.gone and not ticket.ended:
                 ticket.ended = isinstance(item, BaseException) or item.finished
                 batches.setdefault(ticket.outlet, []).append((ticket, item))
@@ -278,7 +277,7 @@ class Desk:
     def _fail(self, ticket: Ticket, error: BaseException) -> None:
         """The request ends with an error that its consumer raises. Any thread, once the engine's has ended."""
         self._forget(ticket)
-        self._post({ticket: error})
+        self._post([(ticket, error)])
 
     def _forget(self, ticket: Ticket) -> None:
         """The request has left: its id and its place in the queue are free."""
@@ -309,37 +308,12 @@ class Desk:
             self._names.clear()
         self._routes.clear()
         self._deferred.clear()
-        self._post({ticket: self.runner.refusal() for ticket in tickets})
+        self._post([(ticket, self.runner.refusal()) for ticket in tickets])
         for done in self._drainers:
             done(None, None if error is None else self.runner.refusal())
         for done in self._watchers:
             done(None, None)
         self._drainers, self._watchers = [], []
-
-
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two pieces of one request, that follow each other, as one. ``first`` is used up."""
-    outputs = {output.index: output for output in first.outputs}
-    for output in second.outputs:
-        known = outputs.setdefault(output.index, output)
-        if known is not output:
-            _append(known, output)
-    first.outputs = sorted(outputs.values(), key=lambda output: output.index)
-    for field in dataclasses.fields(second):
-        value = getattr(second, field.name)
-        if field.name != "outputs" and value:  # what was said once need not be said again
-            setattr(first, field.name, value)
-    return first
-
-
-def _append(known: CompletionOutput, new: CompletionOutput) -> None:
-    """Text and lists grow; of anything else the newest counts."""
-    for field in dataclasses.fields(new):
-        old, value = getattr(known, field.name), getattr(new, field.name)
-        if field.name == "text" or (isinstance(old, list) and isinstance(value, list)):
-            setattr(known, field.name, old + value)
-        elif value is not None:
-            setattr(known, field.name, value)
 
 
 def _aborted(request_id: str) -> RequestOutput:

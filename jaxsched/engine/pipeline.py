@@ -97,7 +97,7 @@ class Pipeline:
                 last = each * key.steps
                 at += last
         key = self.flights[-1].parts[-1].segment.key
-        host = getattr(scheduler.controller, "host_seconds", 0.0)
+        host = scheduler.controller.host_seconds
         # Too early costs an arrival now and then its place in this round, too late costs everybody the difference.
         margin = max(MARGIN, 2 * host + (0.1 + 2 * cost.error(key.chunk_tokens, key.slots)) * last)
         return at - margin - self.clock()

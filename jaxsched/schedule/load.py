@@ -19,8 +19,9 @@ class Load:
     unread_tokens: int  # prompt tokens of admitted sequences that are still to be read
     free_slots: int
     free_pages: int
-    nearest_end: int  # fewest tokens that a decoding sequence may still sample; 0 when none decodes
-    ends: tuple[int, ...]  # all of these numbers that are below the longest round's N
+    ends: tuple[
+        int, ...
+    ]  # tokens that decoding sequences may still sample, as far as below the longest round's N
     context: int  # KV positions of all decoding sequences together
     streaming: bool  # somebody reads tokens as they come
     in_flight: int  # rounds dispatched and not yet committed

@@ -14,6 +14,7 @@ class RoundController(Protocol):
     """Chooses the size of each round; is told what happened. Reads no clock; it is pickled with the scheduler."""
 
     cost: StepCost
+    host_seconds: float  # of a round, running mean; 0 where it is not learned
 
     def choose(self, load: Load) -> Choice:
         """The size of the next round, at most."""
@@ -36,7 +37,7 @@ class FixedRounds:
     """N and C as the user gave them: every round as long as its work allows. It learns step times all the same."""
 
     def __init__(self, steps: int, chunk: int):
-        self.steps, self.chunk, self.cost = steps, chunk, StepCost()
+        self.steps, self.chunk, self.cost, self.host_seconds = steps, chunk, StepCost(), 0.0
 
     def choose(self, load: Load) -> Choice:
         """Always N steps, prompts read in as many of them as there is anything to read."""
@@ -77,8 +78,8 @@ class AdaptiveRounds:
       9. with ``target_itl``: as many decode steps as keep it;
      10. as many as waste at most 2.5 % of the decode steps behind unforeseen ends: an end by a stop token wastes N/2
          steps of its round and the rounds run ahead; but not so few that the device waits for the host.
-    N is rounded down to one of ``step_sizes``. Until a program
-    has been measured its time is taken from its neighbours; until anything has, rounds have one step.
+    N is rounded down to one of ``step_sizes``. Until a program has been measured its time is taken from its neighbours;
+    until anything has, rounds have one step. With one step size, or one chunk size, that number is fixed.
     """
 
     HOST_SHARE_FREE, HOST_SHARE_FULL = 1 / 4, 1 / 25
@@ -107,7 +108,7 @@ class AdaptiveRounds:
         self.host_beside = host_beside  # the host's time costs the device nothing: it has cores of its own
         self.cost = StepCost()
         self.host_seconds = 0.0
-        self._prompt_time = self._decode_time = 0.0  # of the recent past in which both were wanted
+        self._prompt_time = self._decode_time = 0.0  # of the recent past, with live decodes
         self._mean_output, self._stop_share = 128.0, 0.5
 
     # -- what happened -------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class AdaptiveRounds:
 
     @property
     def prompt_share(self) -> float:
-        """Share of prompts in the device time of the recent past in which prompts and decodes both wanted it."""
+        """Share of prompts in the device time of the recent past in which decodes wanted it too."""
         both = self._prompt_time + self._decode_time
         return self._prompt_time / both if both else 0.0
 
@@ -159,6 +160,7 @@ class AdaptiveRounds:
         steps, why = self._amortised(each, share)
         steps, why = self._capped(load, slots, each, steps, why)
         sizes = self.step_sizes
+        why = why if len(sizes) > 1 else "fixed"
         down = max((size for size in sizes if size <= steps), default=sizes[0])
         steps = max(down, min(mixed, steps))  # mixed steps come one by one
         reason = f"N {why}; C {why_chunk}" if to_read else f"N {why}"
@@ -178,6 +180,7 @@ class AdaptiveRounds:
         sizes = self.chunk_sizes
         index = min(bisect_left(sizes, to_read), len(sizes) - 1)
         why = "all" if sizes[index] >= to_read else "largest"
+        why = why if len(sizes) > 1 else "fixed"
         if self.target_itl is None or not load.decoding:
             return sizes[index], why, False
         fast = 0

@@ -151,7 +151,7 @@ class Scheduler:
         flight, without waiting to see it: such a slot is dead on the device then, and pages are only reused later.
         """
         decoding, ended, ends, unread, context = [], [], [], 0, 0
-        nearest, longest = self.limits.max_model_len, self.limits.num_steps
+        longest = self.limits.num_steps
         for sequence in self.running:
             if sequence.status is Status.PREFILL:
                 unread += sequence.prefill_target - sequence.prefilled
@@ -163,8 +163,6 @@ class Scheduler:
                 continue
             decoding.append(sequence)
             context += len(sequence.prompt) + ahead
-            if left < nearest:
-                nearest = left
             if left < longest:
                 ends.append(left)
         for sequence in ended:
@@ -183,7 +181,6 @@ class Scheduler:
             unread_tokens=unread,
             free_slots=len(self._free_slots),
             free_pages=self.memory.pool.free,
-            nearest_end=nearest if decoding else 0,
             ends=tuple(ends),
             context=context,
             streaming=self.num_streaming > 0,

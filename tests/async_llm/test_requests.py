@@ -22,7 +22,7 @@ from async_harness import (
 from harness import GREEDY, oracle, run_all
 from jaxsched import CompletionOutput, RequestOutput, SamplingParams
 from jaxsched.async_llm import AsyncLLM, QueueFullError
-from jaxsched.engine.desk import merge
+from jaxsched.request import OutputBuilder
 from toys import BOS
 
 # -- tokens --------------------------------------------------------------------------------------------------------
@@ -441,6 +441,13 @@ def test_samples_of_a_slow_consumer(engine):
                 assert output.text == engine.tokenizer.decode(output.token_ids)
 
     run(main())
+
+
+def merge(*pieces):
+    builder = OutputBuilder()
+    for piece in pieces:
+        builder.add(piece)
+    return builder.output()
 
 
 def test_merge():

@@ -14,9 +14,9 @@ from jaxsched.schedule.rounds import AdaptiveRounds, FixedRounds
 CHUNKS, SLOTS, STEPS = (16, 64, 128, 256), (4, 8, 32), (1, 2, 4, 8, 16)
 IDLE = Load(
     now=0.0, waiting=0, waiting_tokens=0, first_tokens=0, first_wait=0.0, blocked=False, decoding=0, unread_tokens=0,
-    free_slots=32, free_pages=1000, nearest_end=0, ends=(), context=0, streaming=False, in_flight=0,
+    free_slots=32, free_pages=1000, ends=(), context=0, streaming=False, in_flight=0,
 )  # fmt: skip
-BUSY = dataclasses.replace(IDLE, decoding=8, free_slots=24, nearest_end=100, context=800)
+BUSY = dataclasses.replace(IDLE, decoding=8, free_slots=24, context=800)
 FULL = dataclasses.replace(BUSY, decoding=32, free_slots=0, waiting=5, waiting_tokens=500, blocked=True)
 
 
@@ -66,9 +66,7 @@ def test_rule_2_the_largest_chunk_that_keeps_the_target(target_ms, chunk):
     assert choice.chunk == chunk
     assert chunk == 16 or rounds.cost.predict(chunk, 32, 800) <= target_ms / 1e3
     assert ("C target_itl" in choice.reason) == (chunk < 256)
-    assert (
-        rounds.choose(dataclasses.replace(load, decoding=0, nearest_end=0)).chunk == 256
-    )  # nobody is kept waiting
+    assert rounds.choose(dataclasses.replace(load, decoding=0)).chunk == 256  # nobody is kept waiting
 
 
 def test_rule_3_prompts_get_their_least_share():
@@ -173,7 +171,7 @@ def test_rule_6_as_long_as_the_host_needs(host_ms, free, full):
 def test_rule_7_tokens_per_second_while_somebody_waits(host_ms, beside, ends, steps):
     rounds = make(host=host_ms / 1e3, host_beside=beside)
     rounds._stop_share = 0.0
-    load = dataclasses.replace(FULL, ends=ends, nearest_end=min(ends, default=100))
+    load = dataclasses.replace(FULL, ends=ends)
     choice = rounds.choose(load)
     assert choice.steps == steps
     free = dataclasses.replace(load, blocked=False, waiting=0, waiting_tokens=0)
