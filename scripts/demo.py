@@ -165,7 +165,10 @@ def _work_rows(llm: Any, last: list[Any], seconds: float) -> list[tuple[str, str
         ("prompts", str(len(last))),
         ("tokens", f"{prompt_tokens} read, {generated} generated in {seconds:.2f} s"),
         ("speed", f"{rate:.1f} generated tokens/s, {total:.1f} tokens/s with those read"),
-        ("rounds", f"{stats.rounds} of {per_round:.1f} steps on average (N at most {limits.num_steps})"),
+        (
+            "rounds",
+            f"{stats.rounds} of {per_round:.1f} steps on average (N = {llm.config.num_scheduler_steps})",
+        ),
         ("steps", f"{stats.steps}, {stats.mixed_steps} of them mixed with {stats.chunks} chunks of prompts"),
         (
             "pages",
