@@ -136,7 +136,9 @@ class Pipeline:
         record.device_us += (span.end - span.start) * 1e6
         record.idle_us += span.idle * 1e6
         record.segments.append(DeviceSegment(first, key.steps, chunk, slots, span.start, span.end))
-        if span.exact:
+        # As long as nothing is known a bound will do: a device that is always done before it is asked would never be
+        # measured, and rounds would stay short where the host matters most.
+        if span.exact or not predicted:
             seconds = span.end - span.start
             controller.measured(chunk, slots, plan.context, key.steps, seconds, plan.decoding)
         return first

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from harness import GREEDY, Result, assert_idle, collect, drain, make_engine
+from jaxsched.engine.executor import Part
 from jaxsched.engine.timing import DeviceClock
 
 LONG = dataclasses.replace(GREEDY, max_tokens=40)
@@ -66,6 +67,19 @@ def test_stream_interval_bounds_the_rounds(toy):
     size, steps = sizes_and_steps(stream=True)
     assert size <= 2 and steps == 2
     assert sizes_and_steps(stream=False)[1] > 2
+
+
+def test_a_device_that_nobody_has_to_wait_for_is_measured_too(toy, monkeypatch):
+    """Each result is there before the host asks: rounds must not stay at one step for that."""
+    monkeypatch.setattr(Part, "ready", lambda part: True)
+    engine = make_engine(toy("base"), **AUTO)
+    controller = engine.scheduler.controller
+    pieces_of(engine, stream=False)
+    assert controller.cost.known
+    controller.host_seconds, controller._stop_share = 1.0, 0.0
+    engine.rounds.clear()
+    pieces_of(engine, stream=False)
+    assert max(record.steps for record in engine.rounds) > 2
 
 
 # -- just in time ------------------------------------------------------------------------------------------------------
