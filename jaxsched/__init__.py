@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from .async_llm import AsyncLLM, EngineClosedError, EngineDeadError, QueueFullError
     from .config import EngineConfig
     from .llm import LLM
-    from .request import CompletionOutput, RequestOutput, SamplingParams
+    from .request import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, ScoreOutput
+    from .sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 _HOME = {
     "LLM": "llm",
@@ -20,20 +21,30 @@ _HOME = {
     "EngineDeadError": "async_llm",
     "QueueFullError": "async_llm",
     "EngineConfig": "config",
-    "SamplingParams": "request",
-    "RequestOutput": "request",
+    "BeamSearchParams": "sampling_params",
+    "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
     "CompletionOutput": "request",
+    "EmbeddingOutput": "request",
+    "Logprob": "request",
+    "RequestOutput": "request",
+    "ScoreOutput": "request",
 }
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
+    "Logprob",
     "QueueFullError",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

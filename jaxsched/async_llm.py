@@ -122,6 +122,10 @@ class AsyncLLM:
             ticket = stream.adopt(Ticket(_check_id(stream.request_id), self._outlet()))
             self._desk.open(ticket)
             text, ids, salt = await self._tokenize(prompt)
+            if (
+                sampling.structured_outputs is not None
+            ):  # may take seconds; the engine's thread finds it compiled
+                await asyncio.to_thread(self.engine.constraints.compile, sampling.structured_outputs)
             options["cache_salt"] = salt
             self._desk.submit(ticket, Request(ids, sampling, text, options))
             return ticket

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxsched import __version__
+from jaxsched import cli_sampling as sampling
+from jaxsched.cli_sampling import option, sampling_params
 
 if TYPE_CHECKING:
     from jaxsched.llm import LLM
@@ -56,53 +58,41 @@ def _options(
     pass
 
 
-def _option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, show_default=True)
-
-
 _Model = Annotated[
-    str | None, _option("Folder, .gguf file or Hugging Face id; default: the embedded SmolLM2.")
+    str | None, option("Folder, .gguf file or Hugging Face id; default: the embedded SmolLM2.")
 ]
-_Revision = Annotated[str | None, _option("Branch, tag or commit of a Hugging Face id.")]
-_Prompt = Annotated[list[str] | None, _option("A prompt; may be given several times.")]
+_Revision = Annotated[str | None, option("Branch, tag or commit of a Hugging Face id.")]
+_Prompt = Annotated[list[str] | None, option("A prompt; may be given several times.")]
 _File = Annotated[
     str | None,
-    _option(
+    option(
         'Prompts: text, one per line; .jsonl, objects with "prompt" or "messages"; - for stdin, either of them.'
     ),
 ]
-_Chat = Annotated[bool, _option("Send prompts as user messages through the model's chat template.", "--chat")]
-_System = Annotated[str | None, _option("System message; with --chat or messages.")]
-_MaxTokens = Annotated[int, _option("Tokens to generate at most, per prompt.")]
-_Temperature = Annotated[float, _option("0 takes the most likely token each time.")]
-_TopP = Annotated[float, _option("Sample from the most likely tokens with this probability.")]
-_TopK = Annotated[int, _option("Sample from this many tokens; 0 for all.")]
-_MinP = Annotated[float, _option("Sample from tokens at least this likely relative to the best.")]
-_Seed = Annotated[int | None, _option("Seed of every prompt; default: different ones, the same in each run.")]
-_StopIds = Annotated[list[str] | None, _option("Token ids that end a text; commas or several times.")]
-_IgnoreEos = Annotated[bool, _option("Do not end at the model's end-of-sequence tokens.", "--ignore-eos")]
-_Dtype = Annotated[str | None, _option("auto, float32, bfloat16 or float16.")]
-_MaxLen = Annotated[int | None, _option("Tokens of prompt and output; default: the model's.")]
-_MaxSeqs = Annotated[int | None, _option("Sequences that run at once.")]
-_MaxBatched = Annotated[int | None, _option("Token rows of one step at most.")]
-_Steps = Annotated[str | None, _option("Steps that the host plans at once; auto: chosen each time.")]
+_Chat = Annotated[bool, option("Send prompts as user messages through the model's chat template.", "--chat")]
+_System = Annotated[str | None, option("System message; with --chat or messages.")]
+_Dtype = Annotated[str | None, option("auto, float32, bfloat16 or float16.")]
+_MaxLen = Annotated[int | None, option("Tokens of prompt and output; default: the model's.")]
+_MaxSeqs = Annotated[int | None, option("Sequences that run at once.")]
+_MaxBatched = Annotated[int | None, option("Token rows of one step at most.")]
+_Steps = Annotated[str | None, option("Steps that the host plans at once; auto: chosen each time.")]
 _Chunk = Annotated[
-    str | None, _option("Prompt tokens read per step; 0 or none: whole prompts; auto: chosen each time.")
+    str | None, option("Prompt tokens read per step; 0 or none: whole prompts; auto: chosen each time.")
 ]
-_Policy = Annotated[str | None, _option("Who is served next, such as stall-free, fcfs or srpf.")]
-_Ttft = Annotated[float | None, _option("Wanted milliseconds to the first token.")]
-_Itl = Annotated[float | None, _option("Wanted milliseconds between tokens.")]
-_NoCache = Annotated[bool, _option("Read every prompt anew, also what begins alike.", "--no-prefix-caching")]
-_Log = Annotated[str | None, _option("Append every round to this file, as JSON lines.")]
-_Timeline = Annotated[str | None, _option("Draw the last rounds: .png, or .json for Perfetto.")]
-_PageSize = Annotated[int | None, _option("Tokens per page of the KV cache.")]
-_Pages = Annotated[int | None, _option("Pages of the KV cache; default: what fits.")]
-_Memory = Annotated[float | None, _option("Share of a GPU's memory to use.")]
-_Executor = Annotated[str | None, _option("auto, scan or dispatch.")]
-_NoChunks = Annotated[bool, _option("Read each prompt whole in one step.", "--no-chunked-prefill")]
-_Json = Annotated[bool, _option("Print JSON.", "--json")]
-_NoProgress = Annotated[bool, _option("Show no progress on stderr.", "--no-progress")]
-_Debug = Annotated[bool, _option("Show the traceback of an error.", "--debug")]
+_Policy = Annotated[str | None, option("Who is served next, such as stall-free, fcfs or srpf.")]
+_Ttft = Annotated[float | None, option("Wanted milliseconds to the first token.")]
+_Itl = Annotated[float | None, option("Wanted milliseconds between tokens.")]
+_NoCache = Annotated[bool, option("Read every prompt anew, also what begins alike.", "--no-prefix-caching")]
+_Log = Annotated[str | None, option("Append every round to this file, as JSON lines.")]
+_Timeline = Annotated[str | None, option("Draw the last rounds: .png, or .json for Perfetto.")]
+_PageSize = Annotated[int | None, option("Tokens per page of the KV cache.")]
+_Pages = Annotated[int | None, option("Pages of the KV cache; default: what fits.")]
+_Memory = Annotated[float | None, option("Share of a GPU's memory to use.")]
+_Executor = Annotated[str | None, option("auto, scan or dispatch.")]
+_NoChunks = Annotated[bool, option("Read each prompt whole in one step.", "--no-chunked-prefill")]
+_Json = Annotated[bool, option("Print JSON.", "--json")]
+_NoProgress = Annotated[bool, option("Show no progress on stderr.", "--no-progress")]
+_Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
 
 
 @app.command()
@@ -113,14 +103,26 @@ def generate(
     prompts_file: _File = None,
     chat: _Chat = False,
     system: _System = None,
-    max_tokens: _MaxTokens = 128,
-    temperature: _Temperature = 0.0,
-    top_p: _TopP = 1.0,
-    top_k: _TopK = 0,
-    min_p: _MinP = 0.0,
-    seed: _Seed = None,
-    stop_token_ids: _StopIds = None,
-    ignore_eos: _IgnoreEos = False,
+    n: sampling.N = 1,
+    max_tokens: sampling.MaxTokens = 128,
+    min_tokens: sampling.MinTokens = 0,
+    temperature: sampling.Temperature = 0.0,
+    top_p: sampling.TopP = 1.0,
+    top_k: sampling.TopK = 0,
+    min_p: sampling.MinP = 0.0,
+    seed: sampling.Seed = None,
+    presence_penalty: sampling.Presence = 0.0,
+    frequency_penalty: sampling.Frequency = 0.0,
+    repetition_penalty: sampling.Repetition = 1.0,
+    stop_token_ids: sampling.StopIds = None,
+    stop: sampling.Stop = None,
+    ignore_eos: sampling.IgnoreEos = False,
+    logprobs: sampling.Logprobs = None,
+    regex: sampling.Regex = None,
+    json_schema: sampling.JsonSchema = None,
+    choice: sampling.Choice = None,
+    grammar: sampling.Grammar = None,
+    json_object: sampling.JsonObject = False,
     dtype: _Dtype = None,
     max_model_len: _MaxLen = None,
     max_num_seqs: _MaxSeqs = None,
@@ -146,19 +148,17 @@ def generate(
 
     One prompt streams to stdout as it is generated; several are printed in their order. With --json each becomes one
     line: an object with prompt, text, token_ids, finish_reason, prompt_tokens, output_tokens, time_to_first_token_s,
-    and error where it was refused.
+    and error where it was refused. Where it applies there are stop_reason, constraint (who enforces a structure: device
+    or host), cumulative_logprob and logprobs; with --n, each answer has a line and an index.
     """
-    given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not None}
+    options = dict(locals())
+    given = {name: options[name] for name in _SETTINGS if options[name] is not None}
     with _one_line_errors(debug, UNUSABLE):
         from jaxsched.metrics.save import check_timeline_path
         from jaxsched.prompt_file import questions
-        from jaxsched.request import SamplingParams
 
         asked = questions(prompt or [], prompts_file, chat, system)
-        params = SamplingParams(
-            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens,
-            stop_token_ids=tuple(_token_ids(stop_token_ids or [])), ignore_eos=ignore_eos,
-        )  # fmt: skip
+        params = sampling_params(options)
         if timeline is not None:
             check_timeline_path(timeline)
         show = not no_progress and sys.stderr.isatty()
@@ -168,9 +168,9 @@ def generate(
         if any(question.messages for question in asked):
             _check_chat(llm)
     with _one_line_errors(debug, REFUSED), llm:
-        from jaxsched.answers import JsonPrinter, TextPrinter, answer_all
+        from jaxsched.cli_answers import JsonPrinter, TextPrinter, answer_all
 
-        printer = JsonPrinter() if as_json else TextPrinter(len(asked))
+        printer = JsonPrinter() if as_json else TextPrinter(len(asked), n)
         refused = answer_all(llm, asked, params, printer, bar=show and len(asked) > 1, complain=_say)
         if timeline is not None:
             llm.timeline(timeline)
@@ -248,13 +248,6 @@ def _settings(given: dict[str, Any], no_chunked_prefill: bool, no_prefix_caching
     if no_prefix_caching:
         given["enable_prefix_caching"] = False
     return given
-
-
-def _token_ids(values: list[str]) -> Iterator[int]:
-    for text in (part.strip() for value in values for part in value.split(",")):
-        if not (text.isascii() and text.isdigit()):
-            raise ValueError(f"--stop-token-ids has {text!r}; give token ids, such as 1,2")
-        yield int(text)
 
 
 def _load(model: str | None, revision: str | None, settings: dict[str, Any], show: bool) -> LLM:

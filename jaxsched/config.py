@@ -26,8 +26,13 @@ AUTO_CHUNKS = (
 MIN_CHUNK = 16  # smallest chunk bucket, tokens
 AUTO_STEPS = (1, 2, 4, 8, 16)  # N that num_scheduler_steps "auto" chooses from
 AUTO_LENGTHS = (1, 4, 8, 16)  # lengths of the decode scans that they are put together from
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-EXECUTORS = ("auto", "scan", "dispatch")
+CHOICES = {
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "executor": ("auto", "scan", "dispatch"),
+    "logprobs_mode": ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+    "warm_up": ("plain", "all"),
+}
+USUAL_LOGPROBS = 20  # more of them are reported by programs of their own
 MAX_STEPS = 1024  # of a round; more would only waste steps behind the ends of sequences
 OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "prefill_chunk_size")
 REQUIRED = ("num_scheduler_steps", "page_size", "max_stop_ids", "stream_interval")
@@ -71,12 +76,20 @@ class EngineConfig:
     executor: str = "auto"  # "scan": a round is a few programs; "dispatch": one program per step; auto: scan
     max_stop_ids: int = 8  # end-of-sequence and stop token ids per request, at most
     run_ahead: int = 1  # rounds that may be in flight while the next is planned; 0 = none
+    max_logprobs: int = (
+        20  # most log-probabilities per token that a request may ask for; -1 = the whole vocabulary
+    )
+    logprobs_mode: str = (
+        "raw_logprobs"  # of the model; "processed_logprobs": after penalties, temperature, filters
+    )
+    warm_up: str = (
+        "plain"  # programs compiled at the start; "all": also for controls and logprobs, else on first use
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if self.executor not in EXECUTORS:
-            raise ValueError(f"executor is {self.executor!r}; it must be one of {', '.join(EXECUTORS)}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         for name in (*OPTIONAL, *REQUIRED):
             value = getattr(self, name)
             if isinstance(value, numbers.Integral) and not isinstance(value, bool):
@@ -92,6 +105,7 @@ class EngineConfig:
                 f"num_scheduler_steps is {self.num_scheduler_steps}; it must be at most {MAX_STEPS}"
             )
         _at_least(0, "run_ahead", self.run_ahead)
+        _at_least(-1, "max_logprobs", self.max_logprobs)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer")
         for name in ("enable_chunked_prefill", "enable_prefix_caching"):
@@ -213,8 +227,25 @@ class EngineConfig:
         mixed = tuple(sorted({slots, *limits.slot_buckets[:-1][:2][-1:]}))
         lengths, small = ((1,), (1,)) if executor == "dispatch" else self._scan_lengths()
         return Resolved(
-            limits, dtype, executor, lengths, small, mixed, chunk_buckets, variants, per_seq, page_bytes
+            limits,
+            dtype,
+            executor,
+            lengths,
+            small,
+            mixed,
+            chunk_buckets,
+            variants,
+            per_seq,
+            page_bytes,
+            logprob_widths=self._logprob_widths(model.vocab_size),
+            logprobs_mode=self.logprobs_mode,
+            warm_up=self.warm_up,
         )
+
+    def _logprob_widths(self, vocab: int) -> tuple[int, ...]:
+        """Numbers of log-probabilities that programs are compiled for."""
+        most = vocab if self.max_logprobs < 0 else min(self.max_logprobs, vocab)
+        return tuple(sorted({min(most, USUAL_LOGPROBS), most}))
 
     def _scan_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Decode steps per program, for the full slot table and for smaller slot buckets."""
@@ -331,6 +362,9 @@ class Resolved:
     variants: tuple[str, ...]  # sampling variants of the compiled programs
     pages_per_seq: int  # W
     page_bytes: int  # bytes of one page over all layers, K and V
+    logprob_widths: tuple[int, ...] = (20,)  # log-probabilities per token that programs report, rising
+    logprobs_mode: str = "raw_logprobs"
+    warm_up: str = "plain"
 
 
 def cache_dir() -> str:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxsched.config import GPU_RESERVE_BYTES, EngineConfig
 from jaxsched.gguf_file import read_gguf_header
 from jaxsched.models import ModelConfig, RopeConfig
+from jaxsched.step import Features
 from jaxsched.step.programs import program_keys
 from jaxsched.text import load_tokenizer
 from jaxsched.weights import Checkpoint, open_checkpoint
@@ -133,7 +134,7 @@ def needs(model: ModelConfig, config: EngineConfig, platform: str) -> Needs:
         slot_buckets=limits.slot_buckets,
         mixed_slots=resolved.mixed_slots,
         chunk_buckets=resolved.chunk_buckets,
-        variants=resolved.variants,
+        features=tuple(Features(sampling) for sampling in resolved.variants),
     )
     return Needs(
         platform=platform,

@@ -7,10 +7,8 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
-
-from tqdm.auto import tqdm
 
 from jaxsched.arguments import Prompt, as_list, options_for, params_for, refusal
 from jaxsched.engine import EngineStats
@@ -18,13 +16,12 @@ from jaxsched.engine.interrupts import uninterrupted
 from jaxsched.loading import load_engine, tokenize
 from jaxsched.metrics import Metric, RoundLog
 from jaxsched.metrics.save import save_timeline
-from jaxsched.request import OutputBuilder, RequestOutput, SamplingParams
+from jaxsched.request import RequestOutput, SamplingParams
+from jaxsched.tasks import Tasks
 from jaxsched.text import Tokenizer
 
-Message = Mapping[str, Any]
 
-
-class LLM:
+class LLM(Tasks):
     """A model ready to generate: weights, tokenizer, KV pool, compiled programs.
 
     >>> with LLM("path/or/hub-id") as llm:                                                        # doctest: +SKIP
@@ -78,15 +75,8 @@ class LLM:
         ``finish_reason`` "error", and a warning counts such prompts. If all are refused, the first error is raised.
         """
         items = as_list(prompts)
-        builders = [OutputBuilder() for _ in items]
         options = options_for(len(items), priority, client)
-        pieces = self._pieces(items, sampling_params, options, stream=False)
-        bar = tqdm(total=len(items), desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm)
-        with bar, contextlib.closing(pieces):
-            for index, piece in pieces:
-                builders[index].add(piece)
-                bar.update(piece.finished)
-        done = [builder.output() for builder in builders]
+        done = self._outputs(items, sampling_params, options, use_tqdm)
         refused = [output for output in done if output.error is not None]
         if refused:
             if len(refused) == len(done) and refused[0].error is not None:
@@ -117,44 +107,6 @@ class LLM:
                 if piece.error is not None and len(items) == 1:
                     raise piece.error
                 yield index, piece
-
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """``generate`` for one conversation or a list of them, rendered with the checkpoint's chat template."""
-        return self.generate(
-            self.chat_prompts(messages, add_generation_prompt=add_generation_prompt),
-            sampling_params,
-            use_tqdm=use_tqdm,
-        )
-
-    def chat_prompts(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
-    ) -> list[Prompt]:
-        """Conversations as prompts for ``generate`` and ``stream``: text and token ids, without a second BOS.
-
-        Raises ValueError when the checkpoint has no tokenizer or no chat template.
-        """
-        if self.tokenizer is None:
-            raise ValueError(
-                "this checkpoint has no tokenizer, so there is no chat; pass token ids to generate"
-            )
-        given: list[Any] = [messages] if isinstance(messages, Mapping) else list(messages)
-        one = bool(given) and isinstance(given[0], Mapping)
-        prompts: list[Prompt] = []
-        for conversation in [given] if one else given:
-            text = self.tokenizer.apply_chat_template(
-                list(conversation),
-                add_generation_prompt=add_generation_prompt,
-            )
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return prompts
 
     def fork(
         self, request_id: str, sampling_params: SamplingParams | None = None, *, sample: int = 0

@@ -1,128 +1,47 @@
-"""What users hand in and get back: SamplingParams, RequestOutput, CompletionOutput. Names as in vLLM."""
+"""What users get back: RequestOutput, CompletionOutput and their kin. Names as in vLLM.
+
+What they hand in is defined in ``sampling_params.py`` and can be imported from here too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
-import math
-import numbers
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-MAX_SAMPLES = 1024  # of one request
+from jaxsched.checks import refuse_unknown
+from jaxsched.sampling_params import (
+    MAX_SAMPLES,
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
+if TYPE_CHECKING:
+    import numpy as np
 
-def _number(
-    name: str, value: Any, low: float, high: float, remedy: str = "", *, positive: bool = False
-) -> float:
-    number = math.nan
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-    if not low <= number <= high or (positive and number == 0):
-        bound = f"a finite number of at least {low:g}"
-        if math.isfinite(high):
-            bound = f"in {'(' if positive else '['}{low:g}, {high:g}]"
-        raise ValueError(f"{name} is {value!r}; it must be {bound}{remedy}")
-    if math.isinf(number):
-        raise ValueError(f"{name} is {value!r:.40}; it must be finite{remedy}")
-    return number
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> int:
-    fits = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not fits or value < low or (high is not None and value > high):
-        bound = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
-        raise ValueError(f"{name} is {value!r}; it must be {bound}{remedy}")
-    return int(value)
+__all__ = [
+    "MAX_SAMPLES",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "Logprob",
+    "OutputBuilder",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoreOutput",
+    "StructuredOutputsParams",
+    "refuse_unknown",
+]
 
 
-def refuse_unknown(owner: str, given: Iterable[str], known: list[str]) -> None:
-    """Raises TypeError for a name that is not known, with the nearest known one or all of them."""
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            raise TypeError(f"{owner} has no argument {name!r}; {hint}")
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """What is known of one token at one place of a text."""
 
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled and when it ends.
-
-    Filters apply in this order: temperature, top_k, top_p, min_p. Raises ValueError naming field, value and range.
-    """
-
-    n: int = 1  # samples of one prompt; they share its KV pages and differ in their seeds
-    temperature: float = 1.0  # >= 0; below 1e-5 it means argmax, ties to the lowest id
-    top_k: int = 0  # keep the k best tokens; 0 or -1 = off; more than the vocabulary = off
-    top_p: float = 1.0  # in (0, 1]; keep the smallest set of best tokens with this probability
-    min_p: float = 0.0  # in [0, 1]; keep tokens at least this likely relative to the best
-    seed: int | None = None  # 64 bits; equal seeds give equal tokens; None = drawn from the engine's seed
-    max_tokens: int | None = 16  # tokens to generate; None = as many as the context allows; 0 = none
-    stop_token_ids: tuple[int, ...] = ()  # sampling one of these ends the request; it stays in the output
-    ignore_eos: bool = False  # do not end at the model's end-of-sequence tokens
-    skip_special_tokens: bool = True  # leave special tokens out of the text
-    detokenize: bool = True  # False: token ids only, text stays empty
-
-    def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        put("n", _integer("n", self.n, 1))
-        if self.n > MAX_SAMPLES:
-            raise ValueError(f"n is {self.n}; it must be at most {MAX_SAMPLES}")
-        put("temperature", _number("temperature", self.temperature, 0.0, math.inf))
-        if self.n > 1 and self.greedy:
-            raise ValueError(
-                f"n is {self.n}, but temperature {self.temperature:g} is greedy, so all samples would be equal; "
-                "raise temperature or leave n at 1"
-            )
-        put(
-            "top_k",
-            0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, remedy="; 0 or -1 turns it off"),
-        )
-        greedy = "; 1 turns it off, and for the most likely token use temperature=0"
-        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, greedy, positive=True))
-        put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        if self.seed is not None:
-            put("seed", _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1))
-        if self.max_tokens is not None:
-            put("max_tokens", _integer("max_tokens", self.max_tokens, 0))
-        try:
-            ids = () if self.stop_token_ids is None else tuple(self.stop_token_ids)
-        except TypeError:
-            raise ValueError(
-                f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids"
-            ) from None
-        put("stop_token_ids", tuple(_integer("stop_token_ids", i, 0) for i in ids))
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken each time."""
-        return self.temperature < 1e-5
-
-
-def _with_hints(cls: type) -> None:
-    """Lets the constructor of a dataclass refuse unknown names helpfully."""
-    original: Any = cls.__init__  # type: ignore[misc]
-    known = [field.name for field in dataclasses.fields(cls)]
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        refuse_unknown(cls.__name__, kwargs, known)
-        original(self, *args, **kwargs)
-
-    cls.__init__ = init  # type: ignore[misc]
-
-
-_with_hints(SamplingParams)
+    logprob: float  # natural logarithm; what of is the engine's ``logprobs_mode``
+    rank: int | None = None  # 1 = the most likely
+    decoded_token: str | None = None  # None without a tokenizer
 
 
 @dataclasses.dataclass
@@ -133,7 +52,9 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)  # includes the token that ended it
     finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
-    stop_reason: int | None = None  # the id out of stop_token_ids that ended it; None for end-of-sequence
+    stop_reason: int | str | None = None  # which of stop_token_ids or stop ended it; None for end-of-sequence
+    cumulative_logprob: float | None = None  # sum over the tokens so far; None unless logprobs were asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the most likely, by id
 
     @property
     def finished(self) -> bool:
@@ -165,8 +86,8 @@ class RequestOutput:
     """A request's result. ``outputs`` has one element for each of its n samples. A refused request has ``error`` and
     no tokens.
 
-    From ``LLM.stream`` it is a piece: it has the samples for which there is something new, and their ``text`` and
-    ``token_ids`` hold only that.
+    From ``LLM.stream`` it is a piece: it has the samples for which there is something new, and their ``text``,
+    ``token_ids`` and ``logprobs`` hold only that. ``prompt_logprobs`` are whole, in one piece only.
     """
 
     request_id: str
@@ -176,11 +97,37 @@ class RequestOutput:
     finished: bool = False
     error: Exception | None = None
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+        None  # for each prompt token; None for the first
+    )
+    constraint: str | None = None  # where structured outputs are enforced: "device" or "host"
+    embedding: list[float] | None = None  # of ``LLM.embed``: pooled hidden state of the prompt
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found in the prefix cache."""
         return self.metrics.cached_tokens
+
+
+@dataclasses.dataclass
+class ScoreOutput:
+    """How likely a continuation is after a prompt. A refused request has ``error`` and no numbers."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]  # of the continuation
+    logprob: float = 0.0  # sum of the next
+    token_logprobs: list[float] = dataclasses.field(default_factory=list)  # one for each of token_ids
+    is_greedy: bool = False  # each token was the most likely one
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class EmbeddingOutput:
+    """A prompt as a vector. A refused request has ``error``, and an embedding of no numbers."""
+
+    prompt_token_ids: list[int]
+    embedding: np.ndarray  # float32 [E]
+    error: Exception | None = None
 
 
 class OutputBuilder:
@@ -193,18 +140,17 @@ class OutputBuilder:
 
     def add(self, piece: RequestOutput) -> None:
         """The next piece. It stays as it is."""
-        before, fields = self._whole, dataclasses.fields(piece)
-        # What was said once need not be said again.
-        said = {f.name: getattr(piece, f.name) or getattr(before or piece, f.name) for f in fields}
-        self._whole = RequestOutput(**said)
+        if self._whole is None:
+            self._whole = _copy(piece)
+        else:
+            _renew(self._whole, piece)
         for new in piece.outputs:
             if new.index in self._samples:
                 self._texts[new.index].append(new.text)
                 _append(self._samples[new.index], new)
             else:
                 self._texts[new.index] = [new.text]
-                copies = {f.name: _copied(getattr(new, f.name)) for f in dataclasses.fields(new)}
-                self._samples[new.index] = CompletionOutput(**copies)
+                self._samples[new.index] = _copy(new)
 
     def output(self) -> RequestOutput:
         """The whole, its samples in order."""
@@ -218,11 +164,26 @@ def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
+def _copy[T: (CompletionOutput, RequestOutput)](output: T) -> T:
+    """A copy with lists of its own."""
+    fields = dataclasses.fields(output)
+    return type(output)(**{field.name: _copied(getattr(output, field.name)) for field in fields})
+
+
+def _renew(whole: RequestOutput, piece: RequestOutput) -> None:
+    """All but the samples. What was said once need not be said again; its lists are said at once."""
+    for field in dataclasses.fields(piece):
+        before, value = getattr(whole, field.name), getattr(piece, field.name)
+        said = before if isinstance(before, list) else None
+        if field.name != "outputs" and not said and (value or before is None):
+            setattr(whole, field.name, _copied(value))
+
+
 def _append(whole: CompletionOutput, new: CompletionOutput) -> None:
     """All but the text."""
     for field in dataclasses.fields(new):
-        value = getattr(new, field.name)
-        if isinstance(value, list):
-            getattr(whole, field.name).extend(value)
+        before, value = getattr(whole, field.name), getattr(new, field.name)
+        if isinstance(before, list) and isinstance(value, list):
+            before.extend(value)
         elif value is not None and field.name != "text":
-            setattr(whole, field.name, value)
+            setattr(whole, field.name, _copied(value))

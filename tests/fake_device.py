@@ -14,7 +14,8 @@ from jaxsched.schedule.rounds import RoundController
 NO_TOKEN = -1
 VOCAB = 50
 STOP = VOCAB  # a token that comes only where a sequence is made to stop
-GREEDY_ROW, SAMPLED_ROW = SimpleNamespace(greedy=True), SimpleNamespace(greedy=False)
+PLAIN = {"controls": False, "logprobs": -1}
+GREEDY_ROW, SAMPLED_ROW = SimpleNamespace(greedy=True, **PLAIN), SimpleNamespace(greedy=False, **PLAIN)
 
 
 def make_limits(**changes) -> Limits:
@@ -39,7 +40,7 @@ def make_sequence(name, prompt, max_tokens, stop_ids=(), greedy=True, stops_at=N
         prompt = [zlib.crc32(f"{name}/prompt/{i}".encode()) % VOCAB for i in range(prompt)]
     row = GREEDY_ROW if greedy else SAMPLED_ROW
     if stops_at is not None:
-        row, stop_ids = SimpleNamespace(greedy=greedy, stops_at=stops_at), (*stop_ids, STOP)
+        row, stop_ids = SimpleNamespace(greedy=greedy, stops_at=stops_at, **PLAIN), (*stop_ids, STOP)
     return Sequence(str(name), prompt, max_tokens, frozenset(stop_ids), row, **fields)
 
 
@@ -273,7 +274,7 @@ class Loop:
             self.scheduler.controller.host_time(self.host_time)
         if self.checks:
             check_ownership(self.scheduler)
-        return changed
+        return [(taken.sequence, taken.tokens) for taken in changed]
 
     def _measure(self, plan: RoundPlan, first: int, stop: int) -> None:
         """Tells the controller what the steps of a part took: mixed steps one by one, decode steps together."""

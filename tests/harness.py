@@ -76,14 +76,17 @@ class Result:
     ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     pieces: int = dataclasses.field(default=0, compare=False)
+    logprobs: list[dict] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[dict | None] | None = None
 
     def add(self, output: CompletionOutput) -> None:
         assert self.finish_reason is None, "a piece came after the last one"
         self.pieces += 1
         self.ids += output.token_ids
         self.text += output.text
+        self.logprobs += output.logprobs or []
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
 
@@ -94,6 +97,9 @@ def collect(engine: Engine, results: dict[str, Result]) -> None:
         for output in piece.outputs:
             name = piece.request_id if output.index == 0 else f"{piece.request_id}#{output.index}"
             results.setdefault(name, Result()).add(output)
+            if piece.prompt_logprobs is not None and output.index == 0:
+                assert results[name].prompt_logprobs is None, "told twice"
+                results[name].prompt_logprobs = piece.prompt_logprobs
         if len(piece.outputs) == 1 and piece.outputs[0].index == 0 and piece.finished:
             assert piece.outputs[0].finish_reason is not None
 

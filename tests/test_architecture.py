@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 
 # Part of jaxsched -> what it must not import. A name stands for itself and everything below it.
-TOP = {"jaxsched.cli", "jaxsched.llm", "jaxsched.async_llm", "jaxsched.async_stream", "jaxsched.loading"}
+TOP = {
+    *("jaxsched.cli", "jaxsched.cli_answers", "jaxsched.cli_sampling", "jaxsched.llm", "jaxsched.tasks"),
+    *("jaxsched.async_llm", "jaxsched.async_stream", "jaxsched.loading"),
+}
 HOST = {"jaxsched.engine", "jaxsched.schedule", *TOP}
 FORBIDDEN = {
     "jaxsched.schedule": {
@@ -28,6 +31,8 @@ FORBIDDEN = {
     "jaxsched.llm": {"jaxsched.cli"},
     "jaxsched.config": {"jaxsched.engine", "jaxsched.step", *TOP},  # it makes the scheduler's limits
     "jaxsched.request": {*HOST, "jaxsched.step", "jax", "flax"},
+    "jaxsched.sampling_params": {*HOST, "jaxsched.step", "jax", "flax"},
+    "jaxsched.structured": {*HOST, "jaxsched.step", "jax", "jaxlib", "flax"},
     "jaxsched": {"torch", "transformers"},
 }
 # Part of jaxsched -> all that it may import of jaxsched.
@@ -36,6 +41,8 @@ ONLY = {
     "jaxsched.pallas_kernels": {"jaxsched.pallas_kernels"},
     "jaxsched.metrics": {"jaxsched.metrics"},
     "jaxsched.schedule": {"jaxsched.schedule"},
+    "jaxsched.structured": {"jaxsched.structured"},
+    "jaxsched.checks": set(),
 }
 
 

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from jaxsched import LLM, SamplingParams, __version__, cli
-from jaxsched.answers import JsonPrinter, TextPrinter, answer_all
+from jaxsched.cli_answers import JsonPrinter, TextPrinter, answer_all
 from jaxsched.prompt_file import Question
 from jaxsched.startup import embedded_model
 from toys import EOS, TOYS, write_script_model, write_toy

@@ -44,7 +44,8 @@ def snapshot(engine: Engine) -> EngineSnapshot:
     engine.finish_rounds()
     requests = engine.requests
     host = pickle.dumps((engine.scheduler, requests.by_id, requests.pieces, engine.count, engine.seed))
-    state = jax.device_get(engine.executor.state)
+    # Controls follow from the requests: they are loaded anew.
+    state = jax.device_get(dataclasses.replace(engine.executor.state, controls=None))
     return EngineSnapshot(state, host, engine.model, engine.resolved, engine.clock())
 
 
@@ -67,14 +68,18 @@ def restore(engine: Engine, saved: EngineSnapshot) -> None:
         )
     scheduler, by_id, pieces, count, seed = pickle.loads(saved.host)
     for request in by_id.values():
-        for detokenizer in request.detokenizers:
-            if detokenizer is not None:
+        for reader in request.readers:
+            if reader is not None:
                 assert engine.tokenizer is not None, "the snapshot has text, this engine has no tokenizer"
-                detokenizer.attach(engine.tokenizer)
+                reader.attach(engine.tokenizer)
+        for sequence in request.sequences:
+            if sequence.guide is not None:
+                sequence.guide.attach(engine.executor.controls.places, engine.constraints.compile)
     _shift_times(scheduler, by_id.values(), engine.clock() - saved.clock)
     engine.pipeline.flights.clear()
-    engine._news.clear()
+    engine.requests.forget_news()
     engine.executor.state = jax.device_put(saved.state)
+    engine.executor.reload_controls(scheduler.running)
     engine.requests.by_id, engine.requests.pieces = by_id, pieces
     engine.scheduler, engine.count, engine.seed = scheduler, count, seed
     engine._broken, engine.asleep = None, False
@@ -125,8 +130,11 @@ def fork(
     if not 0 <= sample < len(request.sequences):
         raise ValueError(f"sample is {sample}; request {request_id!r} has 0..{len(request.sequences) - 1}")
     parent = request.sequences[sample]
+    same = params is None
     if params is None:
-        params = dataclasses.replace(request.params, seed=None, n=1)
+        params = dataclasses.replace(
+            request.params, seed=None, n=1, prompt_logprobs=None, truncate_prompt_tokens=None
+        )
     memory = engine.scheduler.memory
     if parent.salt is None:  # without prefix caching nobody could find its pages until now
         parent.salt = f"fork of {parent.id} at {engine.count}".encode(errors="surrogatepass")
@@ -143,6 +151,8 @@ def fork(
     )
     for sequence in engine.requests.by_id[child].sequences:
         sequence.salt = parent.salt
+        if same and sequence.guide is not None:  # the child goes on within the same text
+            sequence.guide.prefix = (*parent.guide.prefix, *parent.output)
     return child
 
 
@@ -168,6 +178,7 @@ def wake_up(engine: Engine) -> None:
     """Makes the KV pool anew. Idempotent."""
     if engine.asleep:
         engine.executor.state = engine.empty_state()
+        engine.executor.reload_controls(())
         engine.asleep = False
 
 

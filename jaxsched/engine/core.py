@@ -20,16 +20,19 @@ from jaxsched.schedule import Finish, Scheduler, Sequence, Status
 from jaxsched.schedule.policies import Policy
 from jaxsched.schedule.rounds import RoundController
 from jaxsched.step import EngineState, init_state
-from jaxsched.step.programs import Programs, program_keys
 from jaxsched.text import Tokenizer
 
 from . import control
+from .constraints import Constraints
 from .control import EngineSnapshot
 from .entry import Order, make_sequences
-from .executor import Executor
+from .executor import new_executor
+from .guide import Places
+from .intake import intake
 from .interrupts import uninterrupted
 from .pipeline import Flight, Pipeline, complete_record, new_record
-from .requests import NewTokens, Request, RequestTable
+from .reports import PromptReport
+from .requests import Request, RequestTable
 from .stats import EngineStats
 
 KEPT_ROUNDS = 1024  # records of the latest rounds that are kept for timelines
@@ -73,25 +76,15 @@ class Engine:
             page_size=resolved.limits.page_size, max_model_len=resolved.limits.max_model_len
         )
         self.rounds: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
-        state = self.empty_state()
-        programs = Programs(
-            program_keys(
-                lengths=resolved.lengths,
-                small_lengths=resolved.small_lengths,
-                slot_buckets=resolved.limits.slot_buckets,
-                mixed_slots=resolved.mixed_slots,
-                chunk_buckets=resolved.chunk_buckets,
-                variants=resolved.variants,
-            )
-        )
-        programs.compile(graph, params, state, resolved.limits.max_new_pages, progress=progress)
-        self.executor = Executor(programs, params, state, resolved, clock)
+        slots, vocab = resolved.limits.num_slots, model.vocab_size
+        places = Places(slots, vocab, self.eos_token_ids, lambda: self.scheduler.running)
+        self.executor = new_executor(graph, params, self.empty_state(), resolved, places, clock, progress)
         self.scheduler = Scheduler(resolved.limits, policy, controller)
-        self.requests = RequestTable(clock, self.metrics)
+        self.requests = RequestTable(clock, self.metrics, tokenizer)
+        self.constraints = Constraints(tokenizer, vocab, self.eos_token_ids)
         self.pipeline = Pipeline(clock, run_ahead, just_in_time and run_ahead > 0)
         self.asleep = False
         self.generation = 0  # times restored: who reads a request of an earlier one reads somebody else's
-        self._news: dict[Sequence, list[int]] = {}  # tokens that have come and are not in a piece yet
         self.count = 0  # requests so far; seeds of requests that bring none depend on it
         self._broken: BaseException | None = None  # why the device state is lost
 
@@ -122,12 +115,15 @@ class Engine:
         deadline: float | None = None,
         cache_salt: str = "",
         stream: bool = True,
+        pooling: str = "",
+        prompt_start: int = 0,
     ) -> str:
         """Checks and queues a request; returns its id.
 
         ``priority`` (lower is sooner), ``client`` and ``deadline`` (seconds of the engine's clock) are for the
         policies that go by them. Prompts share cached pages only under equal ``cache_salt``. ``stream``: somebody reads
-        the pieces as they come, so rounds are kept short.
+        the pieces as they come, so rounds are kept short. ``pooling``: "last" or "mean" hidden state of the prompt.
+        ``prompt_start``: prompt log-probabilities are wanted of the tokens behind this row and later.
         Raises ValueError that names what was asked, the limit and the remedy. Nothing is queued then.
         """
         params = SamplingParams() if params is None else params
@@ -137,23 +133,29 @@ class Engine:
                 f"request id {request_id!r} is already running; use another or wait until it has finished"
             )
         order = Order(priority, client, deadline, cache_salt, stream)
-        sequences = make_sequences(self, request_id, prompt_token_ids, params, order)
-        return self._queue(request_id, sequences, params, prompt)
+        sequences, report = make_sequences(
+            self, request_id, prompt_token_ids, params, order, pooling, prompt_start
+        )
+        return self._queue(request_id, sequences, params, prompt, report)
 
     @uninterrupted()
     def _queue(
-        self, request_id: str, sequences: list[Sequence], params: SamplingParams, prompt: str | None
+        self,
+        request_id: str,
+        sequences: list[Sequence],
+        params: SamplingParams,
+        prompt: str | None,
+        report: PromptReport | None,
     ) -> str:
         now = self.clock()
-        request = Request.new(request_id, sequences, params, prompt, self.tokenizer, now)
+        request = Request.new(request_id, sequences, params, prompt, self.tokenizer, now, report)
         self.count += 1
         self.requests.by_id[request_id] = request
-        if sequences[0].max_tokens == 0:
-            for sequence in sequences:
-                sequence.finish = Finish.LENGTH
-            self._emit([(sequence, []) for sequence in sequences])
-        else:
-            self._add(sequences, now)
+        idle = [s for s in sequences if not s.samples and s.reads_from is None]
+        for sequence in idle:
+            sequence.finish = Finish.LENGTH
+        self._add([s for s in sequences if s.finish is None], now)
+        self._emit(idle)
         self.metrics.request_arrived()
         return request_id
 
@@ -199,7 +201,7 @@ class Engine:
             going = [sequence for sequence in request.sequences if sequence.finish is None]
             for sequence in going:
                 self.scheduler.abort(sequence)
-            self._emit([(sequence, []) for sequence in going])
+            self._emit(going)
             self._set_gauges()
 
     @property
@@ -244,7 +246,7 @@ class Engine:
             return
         count = pipeline.group(scheduler.num_streaming > 0)
         waiting_for = sum(len(flight.parts) for flight in pipeline.flights)
-        if pipeline.just_in_time and count == waiting_for:
+        if pipeline.just_in_time and count == waiting_for and not pipeline.flights[-1].hosted:
             pipeline.sleep_until_due(scheduler)
             self._launch(now=True)
         self._collect(count)
@@ -270,13 +272,15 @@ class Engine:
             plan = self.scheduler.plan(begin)
             if plan is None:
                 return False
-            planned = self.clock()
+            planned, before = self.clock(), self.executor.programs.late_seconds
             parts = self.executor.submit(plan)
+            compiled = self.executor.programs.late_seconds - before
         except BaseException as error:
             self._broken = error
             raise
         record = new_record(self.stats.rounds, begin, plan, self.scheduler, parts)
-        record.host_us = {"plan": (planned - begin) * 1e6, "dispatch": (self.clock() - planned) * 1e6}
+        dispatch = max(self.clock() - planned - compiled, 0.0)  # compiling is no part of a usual round
+        record.host_us = {"plan": (planned - begin) * 1e6, "dispatch": dispatch * 1e6}
         self.stats.planned(plan, record)
         self.metrics.planned(record)
         if plan.queries:
@@ -299,13 +303,11 @@ class Engine:
         """Waits for the oldest part of the oldest round and takes its tokens. An interrupt loses nothing."""
         pipeline, flight = self.pipeline, self.pipeline.flights[0]
         try:
-            waited, seconds, tokens = pipeline.wait(self.resolved.limits.num_slots)
+            waited, seconds, landed = pipeline.wait(self.resolved.limits.num_slots)
             with uninterrupted():
                 begin = self.clock()
                 first = pipeline.landed(self.scheduler, waited, seconds)
-                changed = self.scheduler.commit(flight.plan, tokens, first)
-                for sequence, new in changed:
-                    self._news.setdefault(sequence, []).extend(new)
+                intake(self.scheduler, self.requests, flight.plan, landed, first)
                 host = flight.record.host_us
                 host["commit"] = host.get("commit", 0.0) + (self.clock() - begin) * 1e6
                 if not flight.parts:
@@ -342,14 +344,14 @@ class Engine:
 
     def _hand_out(self, record: RoundRecord) -> None:
         """Makes pieces of the tokens that have been taken."""
-        if self._news:
-            begin, news = self.clock(), self._news
-            self._news = {}
-            self._emit(news.items())
+        if self.requests.has_news:
+            begin = self.clock()
+            self._emit()
             record.host_us["emit"] = record.host_us.get("emit", 0.0) + (self.clock() - begin) * 1e6
 
-    def _emit(self, news: Iterable[NewTokens]) -> None:
-        for sequence, error in self.requests.emit(news):
+    def _emit(self, ended: Iterable[Sequence] = ()) -> None:
+        """Makes pieces of what has come, and of the ends of others."""
+        for sequence, error in self.requests.emit(ended):
             if self.knows(sequence.request_id):
                 for other in self.requests.by_id[sequence.request_id].sequences:
                     self.scheduler.abort(other, Finish.ERROR)
@@ -392,6 +394,7 @@ class Engine:
         """Frees the device memory. The engine cannot be used afterwards."""
         for leaf in jax.tree.leaves((self.executor.params, self.executor.state)):
             leaf.delete()
+        self.constraints.close()
         if self.round_log is not None:
             with contextlib.suppress(OSError):
                 self.round_log.close()

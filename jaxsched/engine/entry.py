@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import numbers
 import operator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,9 @@ from jaxsched.config import Resolved
 from jaxsched.request import SamplingParams
 from jaxsched.schedule import Sequence
 
-from .pack import SamplingRow
+from .pack import NO_CONTROLS, SamplingRow
+from .reports import PromptReport
+from .wishes import control_spec, guide_for, logprob_width, prompt_report
 
 if TYPE_CHECKING:
     from .core import Engine
@@ -66,8 +69,8 @@ def check_stop_ids(
     return stop_ids
 
 
-def check_fit(prompt_len: int, max_tokens: int | None, resolved: Resolved) -> int:
-    """The output limit: ``max_tokens`` cut to the room that max_model_len leaves."""
+def check_fit(prompt_len: int, max_tokens: int | None, resolved: Resolved, reads: bool = False) -> int:
+    """The output limit: ``max_tokens`` cut to the room that max_model_len leaves. ``reads``: even without output."""
     limits = resolved.limits
     if prompt_len > limits.max_model_len:
         raise ValueError(
@@ -80,7 +83,7 @@ def check_fit(prompt_len: int, max_tokens: int | None, resolved: Resolved) -> in
     if max_tokens is None:
         wanted = max(min(wanted, capacity - prompt_len + 1), min(1, room))
     need = limits.pages_for(prompt_len + max(wanted - 1, 0))
-    if wanted and need > limits.num_pages:
+    if (wanted or reads) and need > limits.num_pages:
         raise ValueError(
             f"the request needs {need} KV pages of {limits.page_size} tokens ({prompt_len} prompt + {wanted} "
             f"output tokens), but the pool has {limits.num_pages} pages; raise num_pages or lower max_tokens"
@@ -112,28 +115,58 @@ class Order(NamedTuple):
             raise ValueError(f"deadline is {self.deadline!r}; it must be seconds of the engine's clock")
 
 
+def check_truncation(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says; -1: all that leave room for the output."""
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep > max_model_len:
+        raise ValueError(
+            f"truncate_prompt_tokens is {keep}; it must be at most max_model_len, {max_model_len}"
+        )
+    if keep < 0:
+        keep = max(max_model_len - (1 if params.max_tokens is None else params.max_tokens), 1)
+    return ids[-keep:]
+
+
 def make_sequences(
-    engine: Engine, request_id: str, prompt_token_ids: Seq[int], params: SamplingParams, order: Order
-) -> list[Sequence]:
-    """The sequences of a request, one for each of its n samples. Raises ValueError for all that is wrong with it."""
+    engine: Engine,
+    request_id: str,
+    prompt_token_ids: Seq[int],
+    params: SamplingParams,
+    order: Order,
+    pooling: str = "",
+    prompt_start: int = 0,
+) -> tuple[list[Sequence], PromptReport | None]:
+    """The sequences of a request, one for each of its n samples, and what is reported of its prompt.
+
+    Raises ValueError for all that is wrong with it.
+    """
     vocab, resolved = engine.model.vocab_size, engine.resolved
     if not isinstance(request_id, str):
         raise ValueError(f"request_id is {request_id!r}; it must be a string")
     ids = check_prompt(prompt_token_ids, vocab, engine.bos_token_id)
+    ids = check_truncation(ids, params, resolved.limits.max_model_len)
     stop_ids = check_stop_ids(params, engine.eos_token_ids, vocab, engine.max_stop_ids)
-    max_tokens = check_fit(len(ids), params.max_tokens, resolved)
+    report = prompt_report(params, ids, pooling, prompt_start, engine)
+    max_tokens = check_fit(len(ids), params.max_tokens, resolved, report is not None)
     order.check()
     seed = seed_of(f"{engine.seed}:{engine.count}") if params.seed is None else params.seed % (1 << 64)
     salt: bytes | None = order.cache_salt.encode(errors="surrogatepass")
     if not resolved.limits.prefix_caching:  # then only the samples of one request share pages
         salt = f"request {engine.count}".encode() if params.n > 1 else None
-    return [
+    guides = [guide_for(params, engine) for _ in range(params.n)]
+    row = sampling_row(params, seed, stop_ids, vocab)
+    row = dataclasses.replace(row, **reported(params, report, engine), spec=control_spec(params, engine))
+    if guides[0] is not None or row.spec != NO_CONTROLS:
+        row = dataclasses.replace(row, controls=True)
+    sequences = [
         Sequence(
             id=request_id if params.n == 1 else f"{request_id}#{index}",
             prompt=ids,
             max_tokens=max_tokens,
             stop_ids=frozenset(stop_ids),
-            row=sampling_row(params, sample_seed(seed, index), stop_ids, vocab),
+            row=dataclasses.replace(row, seed=sample_seed(seed, index), prompt="" if index else row.prompt),
             request_id=request_id,
             index=index,
             priority=int(order.priority),
@@ -141,9 +174,24 @@ def make_sequences(
             deadline=None if order.deadline is None else float(order.deadline),
             salt=salt,
             streaming=order.stream,
+            guide=guides[index],
+            reads_from=None if index or report is None else report.start,
         )
         for index in range(params.n)
     ]
+    return sequences, report
+
+
+def reported(params: SamplingParams, report: PromptReport | None, engine: Engine) -> dict[str, Any]:
+    """The fields of a SamplingRow that say what is reported of tokens and prompt."""
+    width = logprob_width("logprobs", params.logprobs, engine)
+    if params.logprob_token_ids and width < 0:
+        width = 0
+    prompt = ""
+    if report is not None:
+        both = report.width >= 0 and report.pooling
+        prompt = "both" if both else "hidden" if report.pooling else "logprobs"
+    return {"width": width, "logprobs": max(width, -1 if report is None else report.width), "prompt": prompt}
 
 
 def sampling_row(params: SamplingParams, seed: int, stop_ids: tuple[int, ...], vocab: int) -> SamplingRow:

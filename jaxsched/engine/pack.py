@@ -9,6 +9,10 @@ import numpy as np
 from jaxsched.schedule import MixedStep, RoundPlan
 from jaxsched.step import Chunks, SlotUpdates
 
+from .controls import ControlSpec
+
+NO_CONTROLS = ControlSpec()
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingRow:
@@ -21,6 +25,11 @@ class SamplingRow:
     seed: int  # 64 bits
     stop_ids: tuple[int, ...]
     greedy: bool
+    controls: bool = False  # it needs the programs with controls
+    width: int = -1  # log-probabilities that are reported of each token; -1 = none
+    logprobs: int = -1  # the most that it needs of the device, prompt included
+    prompt: str = ""  # what is reported of its prompt rows, as in Features
+    spec: ControlSpec = NO_CONTROLS
 
 
 def pack_updates(plan: RoundPlan, num_slots: int, max_stop_ids: int, max_new_pages: int) -> SlotUpdates:
@@ -59,6 +68,9 @@ def pack_chunks(steps: list[MixedStep], chunk_tokens: int, num_slots: int, *, de
             chunks.tokens[i, row:stop] = sequence.tokens(piece.start, piece.start + piece.length)
             chunks.positions[i, row:stop] = np.arange(piece.start, piece.start + piece.length)
             chunks.slots[i, row:stop] = piece.slot
+            if sequence.row.prompt:
+                targets = sequence.tokens(piece.start + 1, piece.start + piece.length + 1)
+                chunks.targets[i, row : row + len(targets)] = targets
             if piece.ends:
                 chunks.end_row[i, piece.slot] = stop - 1
             row = stop

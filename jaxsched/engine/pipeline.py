@@ -11,7 +11,7 @@ from jaxsched.metrics import RoundRecord, Work
 from jaxsched.metrics import Segment as DeviceSegment
 from jaxsched.schedule import RoundPlan, Scheduler
 
-from .executor import Part
+from .executor import Landed, Part
 from .timing import DeviceClock
 
 NAP = 5e-3  # seconds between looks at the device while the host has nothing else to do
@@ -25,6 +25,11 @@ class Flight:
     plan: RoundPlan
     parts: deque[Part]
     record: RoundRecord
+
+    @property
+    def hosted(self) -> bool:
+        """Whether tokens are on their way that the host must see before it can plan on."""
+        return self.parts[0].segment.first < self.plan.hosted
 
 
 def new_record(
@@ -79,6 +84,8 @@ class Pipeline:
 
     def full(self, scheduler: Scheduler) -> bool:
         """Whether no further round should be launched yet."""
+        if self.flights[-1].hosted:
+            return True
         if len(self.flights) <= self.run_ahead - self.just_in_time:
             return False
         return len(self.flights) > self.run_ahead or self.due_in(scheduler) > 0
@@ -104,7 +111,7 @@ class Pipeline:
 
     def group(self, streaming: bool) -> int:
         """How many parts of the oldest round to read at once: all of it when nobody reads along."""
-        return 1 if streaming else len(self.flights[0].parts)
+        return 1 if streaming or self.flights[0].plan.hosted else len(self.flights[0].parts)
 
     def sleep_until_due(self, scheduler: Scheduler) -> None:
         """Sleeps until the next round should be planned, but not longer than the device is busy."""
@@ -114,15 +121,15 @@ class Pipeline:
             time.sleep(min(due, NAP))
             due = until - self.clock()
 
-    def wait(self, num_slots: int) -> tuple[bool, float, list[list[int]]]:
+    def wait(self, num_slots: int) -> tuple[bool, float, Landed]:
         """Waits for the oldest part and changes nothing: an interrupt loses nothing.
 
-        Returns whether its result was not there yet, the seconds waited, and its tokens ``[slot][step]``.
+        Returns whether its result was not there yet, the seconds waited, and what it brought.
         """
         part, begin = self.flights[0].parts[0], self.clock()
         waited = not part.ready()
-        tokens = part.tokens(num_slots)
-        return waited, self.clock() - begin, tokens
+        landed = part.land(num_slots)
+        return waited, self.clock() - begin, landed
 
     def landed(self, scheduler: Scheduler, waited: bool, seconds: float) -> int:
         """Takes the oldest part out, notes its times and teaches the cost model; returns its first step."""

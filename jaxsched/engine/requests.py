@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxsched.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from jaxsched.schedule import Finish, Sequence
-from jaxsched.text import IncrementalDetokenizer, Tokenizer
+from jaxsched.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from jaxsched.schedule import ChunkPiece, Finish, Sequence
+from jaxsched.schedule.books import Taken
+from jaxsched.text import TextReader, Tokenizer
+
+from .reports import PromptReport, entries_of
 
 if TYPE_CHECKING:
     from jaxsched.metrics import EngineMetrics
 
-NewTokens = tuple[Sequence, list[int]]
+DEAD_END = (
+    "no token is allowed here: structured_outputs, allowed_token_ids, bad_words, logit_bias and min_tokens "
+    "leave nothing to choose from"
+)
+
+
+@dataclasses.dataclass
+class News:
+    """What a sequence has got and no piece has told yet."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -25,9 +39,12 @@ class Request:
     params: SamplingParams
     prompt: str | None
     prompt_token_ids: list[int]  # the user's copy
-    detokenizers: list[IncrementalDetokenizer | None]
+    readers: list[TextReader | None]
     metrics: RequestMetrics
     last_token: list[float | None]  # clock seconds at which each sample's latest token came
+    cumulative: list[float]  # log-probability of each sample so far
+    report: PromptReport | None = None  # what is reported of the prompt
+    told_prompt: bool = False
 
     @classmethod
     def new(
@@ -38,36 +55,130 @@ class Request:
         prompt: str | None,
         tokenizer: Tokenizer | None,
         now: float,
+        report: PromptReport | None = None,
     ) -> Request:
         """A request that arrives ``now``, in clock seconds."""
         ids, count = sequences[0].prompt, len(sequences)
-        detokenizers: list[IncrementalDetokenizer | None] = [None] * count
+        readers: list[TextReader | None] = [None] * count
         if params.detokenize and tokenizer is not None:
-            detokenizers = [IncrementalDetokenizer(tokenizer, params.skip_special_tokens) for _ in sequences]
+            readers = [new_reader(tokenizer, params) for _ in sequences]
         metrics = RequestMetrics(arrival=now, prompt_tokens=len(ids))
-        return cls(request_id, sequences, params, prompt, list(ids), detokenizers, metrics, [None] * count)
+        return cls(
+            request_id,
+            sequences,
+            params,
+            prompt,
+            list(ids),
+            readers,
+            metrics,
+            [None] * count,
+            [0.0] * count,
+            report,
+        )
 
     @property
     def finished(self) -> bool:
         return all(sequence.finish is not None for sequence in self.sequences)
 
+    @property
+    def constraint(self) -> str | None:
+        """Where the output is constrained."""
+        guide = self.sequences[0].guide
+        return None if guide is None else guide.level
+
+
+def new_reader(tokenizer: Tokenizer, params: SamplingParams) -> TextReader:
+    """What makes text of a sample's tokens and finds its stop strings."""
+    return TextReader(
+        tokenizer,
+        stop=params.stop,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+
 
 class RequestTable:
     """Unfinished requests by id. Makes pieces: per request only what is new."""
 
-    def __init__(self, clock: Callable[[], float], metrics: EngineMetrics):
+    def __init__(self, clock: Callable[[], float], metrics: EngineMetrics, tokenizer: Tokenizer | None):
         self.clock, self.metrics = clock, metrics
         self.by_id: dict[str, Request] = {}
         self.pieces: list[RequestOutput] = []  # new since they were taken last
+        self._tokenizer = tokenizer
+        self._decoded: dict[int, str] = {}
+        self._news: dict[Sequence, News] = {}  # what has come and is not in a piece yet
+        self._failed: list[tuple[Sequence, Exception]] = []  # whose text could not be made
 
-    def emit(self, news: Iterable[NewTokens]) -> list[tuple[Sequence, Exception]]:
-        """Pieces for sequences with new tokens or an end. Returns the sequences whose text could not be made."""
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news or self._failed)
+
+    def forget_news(self) -> None:
+        """What has come since the last pieces is dropped."""
+        self._news, self._failed = {}, []
+
+    def read_prompt(self, piece: ChunkPiece, outputs: Any, step: int, row: int) -> None:
+        """Prompt rows that are reported: rows ``row ...`` of step ``step`` of the outputs."""
+        sequence = piece.sequence
+        report = self.by_id[sequence.request_id].report
+        assert report is not None, "prompt rows that nobody asked for"
+        report.add(outputs, step, row, piece.start, piece.length, self.decoded)
+        if not sequence.samples and report.complete:
+            self._news.setdefault(sequence, News())
+
+    def read(self, taken: Taken) -> int | None:
+        """Makes text of new tokens; the number of them to keep if a stop string ends the sequence there."""
+        sequence = taken.sequence
+        reader = self.by_id[sequence.request_id].readers[sequence.index]
+        if reader is None or not taken.tokens:
+            return None
+        try:
+            return reader.push(taken.tokens)
+        except Exception as error:  # a tokenizer may raise anything; it is this request's alone
+            self._failed.append((sequence, error))
+            return None
+
+    def add_news(self, taken: Taken, tokens: list[int], logprobs: Any) -> None:
+        """Keeps the ``tokens`` that stay for the next piece; ``logprobs`` as in ``StepOutputs``, in numpy."""
+        news = self._news.setdefault(taken.sequence, News())
+        news.tokens += tokens
+        news.logprobs += self._logprobs(taken, tokens, logprobs)
+
+    def _logprobs(self, taken: Taken, tokens: list[int], found: Any) -> list[dict[int, Logprob]]:
+        request = self.by_id[taken.sequence.request_id]
+        params = request.params
+        if not tokens or (params.logprobs is None and not params.logprob_token_ids):
+            return []
+        width = taken.sequence.row.width
+        places = [(taken.step + i, taken.slot) for i in range(len(tokens))]
+        listed = params.logprob_token_ids or ()
+        entries = entries_of(found, places, tokens, width, listed, self.decoded)
+        chosen = (entry[token].logprob for entry, token in zip(entries, tokens, strict=True))
+        request.cumulative[taken.sequence.index] += sum(chosen)
+        return entries
+
+    def decoded(self, token: int) -> str | None:
+        """The text of a single token."""
+        if self._tokenizer is None:
+            return None
+        text = self._decoded.get(token)
+        if text is None:
+            text = self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+    def emit(self, ended: Iterable[Sequence] = ()) -> list[tuple[Sequence, Exception]]:
+        """Pieces of the news, and of sequences that have ``ended``. Returns the sequences whose text was not made."""
+        for sequence in ended:
+            self._news.setdefault(sequence, News())
+        news, failed = self._news, self._failed
+        self.forget_news()
         outputs: dict[str, list[CompletionOutput]] = {}
-        failed = []
-        for sequence, new in news:
+        for sequence, new in news.items():
             try:
                 output = self._output(self.by_id[sequence.request_id], sequence, new)
-            except Exception as error:  # a tokenizer may raise anything; it is this request's alone
+            except Exception as error:  # as in ``read``
                 failed.append((sequence, error))
                 continue
             outputs.setdefault(sequence.request_id, []).append(output)
@@ -88,19 +199,34 @@ class RequestTable:
         pieces, self.pieces = self.pieces, []
         return pieces
 
-    def _output(self, request: Request, sequence: Sequence, new: list[int]) -> CompletionOutput:
-        text, detokenizer = "", request.detokenizers[sequence.index]
-        if detokenizer is not None:
-            text = detokenizer.push(new)
+    def _output(self, request: Request, sequence: Sequence, new: News) -> CompletionOutput:
+        text, reader = "", request.readers[sequence.index]
+        if reader is not None:
+            text = reader.take()
             if sequence.finish is not None:
-                text += detokenizer.flush()
-        output = CompletionOutput(index=sequence.index, text=text, token_ids=new)
+                text += reader.finish()
+                if reader.stop_reason is not None and sequence.finish is Finish.LENGTH:
+                    sequence.finish = Finish.STOP  # the last characters, which were held back, complete it
+        output = CompletionOutput(index=sequence.index, text=text, token_ids=new.tokens)
+        params = request.params
+        if params.logprobs is not None or params.logprob_token_ids:
+            output.logprobs, output.cumulative_logprob = new.logprobs, request.cumulative[sequence.index]
         if sequence.finish is not None:
             output.finish_reason = sequence.finish.value
-            last = sequence.output[-1] if sequence.output else None
-            by_id = sequence.finish is Finish.STOP and last in request.params.stop_token_ids
-            output.stop_reason = last if by_id else None
+            output.stop_reason = self._stop_reason(request, sequence, reader)
         return output
+
+    def _stop_reason(
+        self, request: Request, sequence: Sequence, reader: TextReader | None
+    ) -> int | str | None:
+        if sequence.finish is Finish.ERROR:
+            return DEAD_END
+        if sequence.finish is not Finish.STOP:
+            return None
+        if reader is not None and reader.stop_reason is not None:
+            return reader.stop_reason
+        last = sequence.output[-1] if sequence.output else None
+        return last if last in request.params.stop_token_ids else None
 
     def _add_piece(
         self, request: Request, parts: list[CompletionOutput], error: Exception | None = None
@@ -128,4 +254,15 @@ class RequestTable:
         piece = RequestOutput(
             request.id, request.prompt, request.prompt_token_ids, parts, finished, error, metrics
         )
+        piece.constraint = request.constraint
+        self._tell_prompt(request, piece)
         self.pieces.append(piece)
+
+    def _tell_prompt(self, request: Request, piece: RequestOutput) -> None:
+        """What was asked of the prompt, once, when it is known."""
+        report = request.report
+        if report is not None and report.complete and not request.told_prompt:
+            request.told_prompt = True
+            if report.width >= 0:
+                piece.prompt_logprobs = report.logprobs
+            piece.embedding = report.embedding()

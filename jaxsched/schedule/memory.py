@@ -71,7 +71,7 @@ class Memory:
         ``budget`` bounds the number of pages. Sets ``prefilled`` to the tokens found and ``prefill_target``.
         """
         limits, pool = self.limits, self.pool
-        total = limits.pages_for(sequence.length + min(steps, sequence.left) - 1)
+        total = limits.pages_for(sequence.length + max(min(steps, sequence.left), 1) - 1)
         if total > budget:
             return False
         known = self._known(sequence)
@@ -97,6 +97,8 @@ class Memory:
         if sequence.salt is None:
             return []
         count = (sequence.length - 1) // self.limits.page_size
+        if sequence.reads_from is not None and sequence.reads_from < len(sequence.prompt):
+            count = min(count, sequence.reads_from // self.limits.page_size)
         self._extend_keys(sequence, count)
         return self.pool.find(sequence.keys[:count])
 
@@ -130,7 +132,7 @@ class Memory:
         sequence.pages, sequence.published = [], 0
 
     def _pages_at_end(self, sequence: Sequence) -> int:
-        return self.limits.pages_for(len(sequence.prompt) + sequence.max_tokens - 1)
+        return self.limits.pages_for(len(sequence.prompt) + max(sequence.max_tokens, 1) - 1)
 
     def overcommitted(self) -> None:
         """Somebody had to be preempted."""
@@ -138,6 +140,8 @@ class Memory:
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence has ended by itself: its length teaches how much others will grow."""
+        if not sequence.samples:
+            return
         share = len(sequence.output) / sequence.max_tokens
         self._used_share += self.LEARNING * (share - self._used_share)
         self.expected = max(self.expected * self.DECAY, min(1.0, self._used_share + 0.1))

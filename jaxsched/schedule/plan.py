@@ -16,6 +16,7 @@ class ChunkPiece:
     start: int
     length: int
     ends: bool  # the last token to read is in this piece, so the step samples
+    epoch: int = 0  # of the sequence, as in Entry
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,6 +61,9 @@ class RoundPlan:
     entries: list[Entry] = dataclasses.field(default_factory=list)
     preempted: int = 0
     sampling: bool = False  # some sequence in the round does not decode greedily
+    controls: bool = False  # some running sequence has controls
+    logprobs: int = -1  # most log-probabilities that a running sequence wants; -1 = none
+    hosted: int = 0  # steps of the round after which the host must see tokens before it can plan on
     # For the log, the metrics and the cost model:
     reason: str = ""  # why this N and C
     decoding: int = 0  # sequences that decoded before the round and go on in it

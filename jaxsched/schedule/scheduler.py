@@ -7,16 +7,13 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
 
-from .limits import Limits
+from .books import Books
 from .load import Choice, Load
-from .memory import Memory
 from .plan import ChunkPiece, Entry, MixedStep, RoundPlan
-from .policies import Policy, make_policy
-from .rounds import FixedRounds, RoundController
-from .sequence import Finish, Sequence, Status
+from .sequence import Sequence, Status
 
 
-class Scheduler:
+class Scheduler(Books):
     """Multi-step rounds with chunked prefill over a paged pool.
 
     Three objects decide: the *policy* who is next (``policies/``), the *controller* how long a round is and how many
@@ -30,78 +27,6 @@ class Scheduler:
     can add. Cost per round depends on the number of slots, not on the number of waiting sequences.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        policy: str | Policy = "stall-free",
-        controller: RoundController | None = None,
-    ):
-        self.limits = limits
-        self.policy = make_policy(policy)
-        self.controller = controller or FixedRounds(limits.num_steps, limits.chunk_tokens)
-        self.memory = Memory(limits)
-        self.running: dict[Sequence, None] = {}  # hold a slot, in order of admission
-        self.in_flight = 0  # rounds planned and not committed
-        self.num_preemptions = 0
-        self.num_streaming = 0  # unfinished sequences that somebody reads as they come
-        self._waiting_tokens = 0
-        self._refused = False  # the last round had no pages for the next in line
-        self._free_slots = list(range(limits.num_slots))
-        self._drops: set[int] = set()
-        self._arrivals = 0
-
-    # -- requests ------------------------------------------------------------------------------------------------
-
-    def add(self, sequence: Sequence, now: float = 0.0) -> None:
-        """Queues a sequence. The caller has checked that it fits."""
-        sequence.arrival, sequence.arrived = self._arrivals, now
-        self._arrivals += 1
-        self._enqueue(sequence, now)
-        self.num_streaming += sequence.streaming
-
-    def _enqueue(self, sequence: Sequence, now: float) -> None:
-        self.policy.push(sequence, now)
-        sequence.status = Status.WAITING
-        self._waiting_tokens += sequence.length
-
-    def abort(self, sequence: Sequence, reason: Finish = Finish.ABORT) -> None:
-        """Ends a sequence now, wherever it is. Tokens of rounds in flight are discarded. Idempotent."""
-        if sequence.status is Status.FINISHED:
-            return
-        if sequence.status is Status.WAITING:
-            self._waiting_tokens -= sequence.length
-            self.policy.discard(sequence)
-        elif sequence.slot >= 0:
-            self._drops.add(sequence.slot)
-            self._release(sequence)
-        self._end(sequence, reason)
-
-    def evict(self, sequence: Sequence, now: float = 0.0) -> None:
-        """Preempts a running sequence: slot and pages go back, it waits again. What is in flight is computed anew."""
-        if sequence.slot >= 0:
-            self._drops.add(sequence.slot)
-            self._release(sequence)
-            sequence.preemptions += 1
-            self.num_preemptions += 1
-            self._enqueue(sequence, now)
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets what the pages hold. Running sequences keep theirs to themselves from now on."""
-        self.memory.reset(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.policy)
-
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._free_slots)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether something waits, runs, or is in flight."""
-        return bool(self.running or self.in_flight or self.num_waiting)
-
     # -- planning ------------------------------------------------------------------------------------------------
 
     def plan(self, now: float = 0.0) -> RoundPlan | None:
@@ -112,7 +37,9 @@ class Scheduler:
         steps = self._reserve(plan, decoding, choice.steps, now)
         if steps == 0:
             return None
-        self._compact(plan)
+        reads = choice.mixed > 0 and any(s.status is Status.PREFILL for s in self.running)
+        if decoding or reads:  # otherwise nothing may come of this plan, and the moves would be lost
+            self._compact(plan)
         self._plan_mixed(plan, choice, steps, now)
         plan.decode = choice.decode or not plan.mixed
         if plan.decode:
@@ -134,6 +61,10 @@ class Scheduler:
         plan.decoding = len(decoding) if plan.decode else 0
         plan.reason, plan.context = choice.reason, load.context
         plan.running, plan.waiting = len(self.running), self.num_waiting
+        for sequence in self.running:
+            plan.controls |= sequence.row.controls
+            if sequence.row.logprobs > plan.logprobs:
+                plan.logprobs = sequence.row.logprobs
         self.in_flight += 1
         return plan
 
@@ -161,6 +92,8 @@ class Scheduler:
             if left <= 0:
                 ended.append(sequence)
                 continue
+            if sequence.hosted and sequence.pending:
+                continue  # until the host has seen what is in flight
             decoding.append(sequence)
             context += len(sequence.prompt) + ahead
             if left < longest:
@@ -245,9 +178,8 @@ class Scheduler:
                 if rest > room and not self.limits.split_prompts:
                     break
                 length = min(rest, room)
-                pieces.append(
-                    ChunkPiece(sequence, sequence.slot, sequence.prefilled, length, ends=length == rest)
-                )
+                start, ends = sequence.prefilled, length == rest and sequence.samples
+                pieces.append(ChunkPiece(sequence, sequence.slot, start, length, ends, sequence.epoch))
                 sequence.prefilled += length
                 room -= length
                 # Steps run in order and write before they read: whoever finds these pages reads what is written here.
@@ -268,6 +200,11 @@ class Scheduler:
         count, left = steps - first, sequence.left
         if left < count:
             count = left
+        if sequence.hosted:
+            count = min(count, 1)
+            plan.hosted = max(plan.hosted, first + 1)
+        if count == 0:
+            return
         plan.entries.append(Entry(sequence, sequence.slot, sequence.epoch, first, count))
         if first + count > plan.steps:
             plan.steps = first + count
@@ -296,6 +233,8 @@ class Scheduler:
         self._refused = not self.memory.admit(sequence, self.limits.num_steps, budget, len(self.running))
         if self._refused:
             return False
+        if sequence.guide is not None:
+            sequence.hosted = not sequence.guide.on_device()
         popped = self.policy.pop(now)
         assert popped is sequence, "the policy's pop() gave another sequence than its first()"
         self._waiting_tokens -= sequence.length
@@ -311,83 +250,3 @@ class Scheduler:
         plan.pages += [(sequence.slot, i, page) for i, page in enumerate(sequence.pages)]
         unfinished.append(sequence)
         return True
-
-    # -- leaving -------------------------------------------------------------------------------------------------
-
-    def _release(self, sequence: Sequence) -> None:
-        """Gives back slot and pages. Rounds in flight no longer concern the sequence."""
-        heapq.heappush(self._free_slots, sequence.slot)
-        if sequence.status is Status.DECODE and self.limits.prefix_caching:
-            # Whoever continues this text will find it. The last token's K and V are written by the step that reads it.
-            self.memory.publish(sequence, sequence.length - 1)
-        self.memory.release(sequence)
-        sequence.slot, sequence.pending = -1, 0
-        sequence.epoch += 1
-        del self.running[sequence]
-
-    def _end(self, sequence: Sequence, reason: Finish) -> None:
-        sequence.status, sequence.finish = Status.FINISHED, reason
-        sequence.epoch += 1
-        self.num_streaming -= sequence.streaming
-
-    # -- commit --------------------------------------------------------------------------------------------------
-
-    def commit(
-        self, plan: RoundPlan, tokens: list[list[int]], first: int = 0
-    ) -> list[tuple[Sequence, list[int]]]:
-        """Takes the tokens of a round or, from step ``first`` on, of a part of it.
-
-        ``tokens[slot]`` is a list of ids, one per step, with -1 where nothing was sampled. Returns the sequences that
-        got tokens or ended, with their new tokens. Rounds, and the parts of a round, are committed in order.
-        """
-        stop, changed = first + len(tokens[0]), []
-        self.in_flight -= stop == plan.steps
-        for entry in plan.entries:
-            begin, end = entry.first, entry.first + entry.steps
-            if begin < first:
-                begin = first
-            if end > stop:
-                end = stop
-            if begin >= end:
-                continue
-            sequence, new = entry.sequence, []
-            if sequence.epoch == entry.epoch:
-                sequence.pending -= end - begin
-                new = tokens[entry.slot][begin - first : end - first]
-                if new[-1] < 0:
-                    new = [token for token in new if token >= 0]
-                if new:
-                    entry.sampled += len(new)
-                    self._append(plan, sequence, new)
-                    changed.append((sequence, new))
-            if len(new) < end - begin:
-                self._count_waste(plan, sequence, end - begin - len(new))
-        return changed
-
-    def _append(self, plan: RoundPlan, sequence: Sequence, new: list[int]) -> None:
-        sequence.output += new
-        length = len(sequence.output)
-        assert length <= sequence.max_tokens, f"{sequence.id} got more tokens than its limit"
-        if self.policy.counts_service:
-            self.policy.served(sequence, 0, len(new))
-        if new[-1] in sequence.stop_ids:
-            self._finish(plan, sequence, Finish.STOP)
-        elif length == sequence.max_tokens:
-            self._finish(plan, sequence, Finish.LENGTH)
-
-    def _finish(self, plan: RoundPlan, sequence: Sequence, reason: Finish) -> None:
-        if sequence.slot >= 0:
-            self._release(sequence)
-        self._end(sequence, reason)
-        plan.ended.add(sequence)
-        self.memory.ended(sequence)
-        self.controller.ended(len(sequence.output), reason is Finish.STOP)
-
-    def _count_waste(self, plan: RoundPlan, sequence: Sequence, steps: int) -> None:
-        if sequence in plan.ended:
-            reason = "stopped"
-        elif sequence.finish in (Finish.STOP, Finish.LENGTH):
-            reason = "run_ahead"
-        else:
-            reason = "aborted" if sequence.finish else "preempted"
-        plan.wasted[reason] = plan.wasted.get(reason, 0) + steps

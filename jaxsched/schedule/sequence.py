@@ -25,12 +25,15 @@ class Finish(enum.Enum):
     STOP = "stop"  # sampled an end-of-sequence or stop token
     LENGTH = "length"  # reached max_tokens or max_model_len
     ABORT = "abort"
-    ERROR = "error"  # the host could not go on with it
+    ERROR = "error"  # the host could not go on with it, or no token was allowed
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
-    """A prompt and its output so far. Of ``row``, how it samples, the scheduler reads only ``row.greedy``."""
+    """A prompt and its output so far.
+
+    Of ``row``, how it samples, the scheduler reads only ``greedy``, ``controls`` and ``logprobs``.
+    """
 
     id: str
     prompt: list[int]
@@ -44,6 +47,11 @@ class Sequence:
     deadline: float | None = None  # clock seconds by which the first token is wanted
     salt: bytes | None = b""  # sequences share pages only under equal salts; None: with nobody
     streaming: bool = False  # somebody reads its tokens as they come
+    hosted: bool = False  # the host must see each token before the next one can be sampled
+    guide: Any = None  # the engine's constraint on its output
+    reads_from: int | None = (
+        None  # prompt rows from here on are reported, so they must be computed; None: no rows are
+    )
     output: list[int] = dataclasses.field(default_factory=list)  # tokens that reached the host
     status: Status = Status.NEW
     finish: Finish | None = None
@@ -60,6 +68,11 @@ class Sequence:
     cached: int = 0  # of the prompt's tokens, found in the cache at the first admission
     pending: int = 0  # tokens that rounds in flight may add to the output, at most
     preemptions: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether it goes on to generate after its prompt."""
+        return self.max_tokens > 0
 
     @property
     def length(self) -> int:

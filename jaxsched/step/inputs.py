@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from .logprobs import Logprobs
 from .state import NO_TOKEN, EngineState, SamplingRows, SlotState
 
 # The host packs numpy arrays into fields that are jax arrays once they are on the device.
@@ -42,19 +43,45 @@ class RoundShape:
             raise ValueError(f"RoundShape: slots is {self.slots}; it must be at least 1")
 
 
-@dataclasses.dataclass(frozen=True)
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+PROMPT_OUTPUTS = ("", "logprobs", "hidden", "both")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
 class Features:
-    """Which optional parts of a step are computed. ``sampling``:
+    """Which optional parts of a step are computed; each costs nothing where it is off. ``sampling``:
 
     "greedy" - argmax for every row; "full" - temperature and filters, masked per row; "auto" - decided on the device
     each step by a conditional, which costs nothing on a CPU but makes a GPU wait for the host.
     """
 
     sampling: str = "auto"
+    controls: bool = False  # penalties, biases, bad words, minimal lengths, constraints; see ``controls.py``
+    logprobs: int = (
+        -1
+    )  # how many of the best tokens are reported beside the sampled one; -1 = no log-probabilities
+    prompt: str = ""  # of each prompt row: "logprobs" of its next token, its final "hidden" state, or "both"
+    logprobs_mode: str = (
+        "raw_logprobs"  # raw: the model's; processed: after controls, temperature and filters
+    )
 
     def __post_init__(self) -> None:
-        if self.sampling not in ("auto", "greedy", "full"):
-            raise ValueError(f"Features: sampling {self.sampling!r} is unknown; known: auto, greedy, full")
+        known = {
+            "sampling": ("auto", "greedy", "full"),
+            "prompt": PROMPT_OUTPUTS,
+            "logprobs_mode": LOGPROBS_MODES,
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                known_values = ", ".join(value or "nothing" for value in values)
+                raise ValueError(
+                    f"Features: {name} {getattr(self, name)!r} is unknown; known: {known_values}"
+                )
+
+    @property
+    def plain(self) -> bool:
+        """Whether all optional parts but sampling are off."""
+        return not self.controls and self.logprobs < 0 and not self.prompt
 
 
 @jax.tree_util.register_dataclass
@@ -110,6 +137,7 @@ class Chunks:
     slots: Int[Array, "M C"]  # owner of each row; S (out of range) for padding
     end_row: Int[Array, "M S"]  # row of the slot's last prompt token if its prompt ends in this step, else -1
     pause: Bool[Array, "M"]  # live slots do not decode in this step
+    targets: Int[Array, "M C"]  # the prompt token after each row; only read for prompt log-probabilities
 
     @staticmethod
     def empty(mixed_steps: int, chunk_tokens: int, num_slots: int) -> Chunks:
@@ -121,6 +149,7 @@ class Chunks:
             slots=full(shape, num_slots, np.int32),
             end_row=full((mixed_steps, num_slots), -1, np.int32),
             pause=zeros(mixed_steps, bool),
+            targets=zeros(shape, np.int32),
         )
 
 
@@ -144,11 +173,24 @@ class RoundInputs:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class StepOutputs:
+    """What N steps produced. Optional parts are None unless their feature is on."""
+
+    tokens: Int[Array, "N S"]  # NO_TOKEN where the slot sampled nothing in that step
+    ends: Int[Array, "N S"] | None = None  # int32; FINISH_* where the slot ended in that step (controls)
+    logprobs: Logprobs | None = None  # of the sampled tokens, [N, S]
+    prompt_logprobs: Logprobs | None = None  # of each row's next prompt token, [N, C]
+    prompt_hidden: Float[Array, "N C E"] | None = None  # float32, after the final norm
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class RoundOutputs:
     """What a round produced."""
 
     tokens: Int[Array, "N S"]  # NO_TOKEN where the slot sampled nothing in that step
     finish: Int[Array, "S"]  # FINISH_* after the round
+    logprobs: Logprobs | None = None  # of the sampled tokens, [N, S]
 
     @property
     def valid(self) -> Bool[Array, "N S"]:

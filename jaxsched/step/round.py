@@ -16,15 +16,35 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jaxsched.models import Decoder
 from jaxsched.pallas_kernels import paged_decode, paged_prefill, write_kv
 from jaxsched.pallas_kernels.ops import page_of
 
-from .inputs import Chunks, Features, RoundInputs, RoundOutputs, RoundShape, SlotUpdates, apply_updates
-from .sampling import sample
-from .state import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, NO_TOKEN, EngineState, SlotState
+from .controls import advance_controls, controlled, granted
+from .inputs import (
+    Chunks,
+    Features,
+    RoundInputs,
+    RoundOutputs,
+    RoundShape,
+    SlotUpdates,
+    StepOutputs,
+    apply_updates,
+)
+from .logprobs import logprobs_of, prompt_logprobs
+from .sampling import processed_scores, sample
+from .state import (
+    FINISH_COMPLETE,
+    FINISH_DEAD_END,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    NO_TOKEN,
+    EngineState,
+    SlotState,
+)
 
 Params = Any  # the parameters of a Decoder as a plain pytree
 AUTO = Features()
@@ -72,12 +92,15 @@ def _attend(
     return out, (k_pages, v_pages)
 
 
-def _advance(rows: SlotState, sampled: Array, context_len: Array, token: Array) -> SlotState:
-    """Slot rows after a token was sampled where ``sampled``; stops slots at a stop id or at their limit."""
+def _advance(rows: SlotState, sampled: Array, context_len: Array, token: Array, ended: Array) -> SlotState:
+    """Slot rows after a token was sampled where ``sampled``; stops slots at a stop id, at their limit, or ``ended``.
+
+    ``ended`` has a finish code where the controls end a slot.
+    """
     left = rows.tokens_left - sampled
     stopped = jnp.any(token[:, None] == rows.stop_ids, axis=-1)
-    done = sampled & (stopped | (left <= 0))
-    code = jnp.where(stopped, FINISH_STOP, FINISH_LENGTH)
+    done = sampled & (stopped | (left <= 0) | (ended > 0))
+    code = jnp.where(stopped, FINISH_STOP, jnp.where(ended > 0, ended, FINISH_LENGTH))
     return dataclasses.replace(
         rows,
         context_len=context_len,
@@ -91,43 +114,97 @@ def _advance(rows: SlotState, sampled: Array, context_len: Array, token: Array) 
 
 def _step(
     decoder: Decoder, state: EngineState, chunk: Chunks | None, slots: int, features: Features
-) -> tuple[EngineState, Int[Array, "S"]]:
+) -> tuple[EngineState, StepOutputs]:
     """One forward pass over slots ``0..slots-1`` and, in a mixed step, the chunk (its arrays without the M axis)."""
     if slots > state.num_slots:
         raise ValueError(f"slots is {slots}, but the state has {state.num_slots}; use at most that many")
     rows = jax.tree.map(lambda a: a[:slots], state.slots)
-    tokens, positions, active = rows.last_token, rows.context_len, rows
+    live = rows.live & granted(state.controls, slots) if features.controls else rows.live
     if chunk is not None:
-        active = dataclasses.replace(rows, live=rows.live & ~chunk.pause)
+        live &= ~chunk.pause
+    active = dataclasses.replace(rows, live=live)
+    tokens, positions = rows.last_token, rows.context_len
+    if chunk is not None:
         tokens = jnp.concatenate((tokens, chunk.tokens))
         positions = jnp.concatenate((positions, chunk.positions))
     caches = list(zip(state.k_pages, state.v_pages, strict=True))
     hidden, caches = decoder(tokens, positions, _attend, _rows(state, active, chunk), caches)
-    sampled, context_len = active.live, rows.context_len + active.live
+    sampled, context_len, last = live, rows.context_len + live, hidden
     if chunk is not None:
         end = chunk.end_row[:slots]
         ends = end >= 0
         # A slot whose prompt ends here has no decode row in this step, so one row of logits per slot is enough.
-        hidden = hidden[jnp.where(ends, slots + end, jnp.arange(slots))]
+        last = hidden[jnp.where(ends, slots + end, jnp.arange(slots))]
         sampled = sampled | ends
         context_len = jnp.where(ends, chunk.positions[end] + 1, context_len)
-    logits = decoder.logits(hidden)
-    token = sample(logits, rows.sampling, rows.output_pos, mode=features.sampling)
-    rows = _advance(rows, sampled, context_len, token)
+    rows, controls, outputs = _choose(decoder, last, rows, state.controls, sampled, context_len, features)
+    if chunk is not None:
+        outputs = _read_prompt(decoder, hidden[slots:], chunk, outputs, features)
     table = jax.tree.map(lambda whole, part: whole.at[:slots].set(part), state.slots, rows)
-    token = jnp.where(sampled, token, NO_TOKEN)
-    return EngineState([k for k, _ in caches], [v for _, v in caches], table), token
+    return EngineState([k for k, _ in caches], [v for _, v in caches], table, controls), outputs
+
+
+def _choose(
+    decoder: Decoder,
+    hidden: Array,
+    rows: SlotState,
+    controls: Any,
+    sampled: Array,
+    context_len: Array,
+    features: Features,
+) -> tuple[SlotState, Any, StepOutputs]:
+    """Samples where ``sampled``; returns the slots' rows and controls after it, and what is reported."""
+    raw = scores = decoder.logits(hidden)
+    if features.controls:
+        scores = controlled(raw, controls, rows)
+    token = sample(scores, rows.sampling, rows.output_pos, mode=features.sampling)
+    logprobs = None
+    if features.logprobs >= 0:
+        kind = features.logprobs_mode
+        reported = (
+            raw if kind.startswith("raw") else processed_scores(scores, rows.sampling, mode=features.sampling)
+        )
+        listed = controls.rows.listed[: token.shape[0]] if features.controls else None
+        normalise = kind.endswith("logprobs")
+        logprobs = logprobs_of(reported, token, features.logprobs, listed, normalise=normalise)
+    if not features.controls:
+        ended = jnp.zeros_like(token)
+        rows = _advance(rows, sampled, context_len, token, ended)
+        return rows, controls, StepOutputs(jnp.where(sampled, token, NO_TOKEN), None, logprobs)
+    dead = sampled & jnp.all(scores == -jnp.inf, axis=-1)
+    controls, complete = advance_controls(controls, sampled & ~dead, token)
+    ended = jnp.where(dead, FINISH_DEAD_END, jnp.where(complete, FINISH_COMPLETE, FINISH_NONE))
+    token = jnp.where(sampled & ~dead, token, NO_TOKEN)
+    # A dead end is no token: it must not look like a stop id (padding is NO_TOKEN, which none of them is).
+    stop_ids = jnp.where(dead[:, None], NO_TOKEN - 1, rows.stop_ids)
+    after = _advance(dataclasses.replace(rows, stop_ids=stop_ids), sampled, context_len, token, ended)
+    finish = jnp.where(sampled, after.finish, FINISH_NONE)
+    return dataclasses.replace(after, stop_ids=rows.stop_ids), controls, StepOutputs(token, finish, logprobs)
+
+
+def _read_prompt(
+    decoder: Decoder, hidden: Array, chunk: Chunks, outputs: StepOutputs, features: Features
+) -> StepOutputs:
+    """Adds what is reported of the prompt rows."""
+    logprobs = states = None
+    if features.prompt in ("logprobs", "both"):
+        normalise = features.logprobs_mode.endswith("logprobs")
+        width = max(features.logprobs, 0)
+        logprobs = prompt_logprobs(decoder, hidden, chunk.targets, width, normalise=normalise)
+    if features.prompt in ("hidden", "both"):
+        states = decoder.norm(hidden).astype(jnp.float32)
+    return dataclasses.replace(outputs, prompt_logprobs=logprobs, prompt_hidden=states)
 
 
 def _mixed(
     decoder: Decoder, state: EngineState, chunks: Chunks, slots: int, features: Features
-) -> tuple[EngineState, Array]:
+) -> tuple[EngineState, StepOutputs]:
     return lax.scan(lambda s, chunk: _step(decoder, s, chunk, slots, features), state, chunks)
 
 
 def _decode(
     decoder: Decoder, state: EngineState, steps: int, slots: int, features: Features
-) -> tuple[EngineState, Array]:
+) -> tuple[EngineState, StepOutputs]:
     return lax.scan(lambda s, _: _step(decoder, s, None, slots, features), state, length=steps)
 
 
@@ -140,8 +217,8 @@ def prefill_chunk(
     *,
     slots: int,
     features: Features = AUTO,
-) -> tuple[EngineState, Int[Array, "M slots"]]:
-    """M mixed steps: ``chunks`` beside one token of every live slot. Returns the state and the sampled tokens.
+) -> tuple[EngineState, StepOutputs]:
+    """M mixed steps: ``chunks`` beside one token of every live slot. Returns the state and the outputs.
 
     ``state`` is donated: use the returned one.
     """
@@ -157,7 +234,7 @@ def decode_steps(
     steps: int,
     slots: int,
     features: Features = AUTO,
-) -> tuple[EngineState, Int[Array, "steps slots"]]:
+) -> tuple[EngineState, StepOutputs]:
     """``steps`` decode steps of slots ``0..slots-1``. ``state`` is donated: use the returned one."""
     return _decode(nnx.merge(model, params), state, steps, slots, features)
 
@@ -191,14 +268,17 @@ def run_round(
         )
     decoder = nnx.merge(model, params)
     state = dataclasses.replace(state, slots=apply_updates(state.slots, inputs.updates, state.num_pages))
-    parts = []
+    parts: list[StepOutputs] = []
     if inputs.chunks is not None:
-        state, tokens = _mixed(decoder, state, inputs.chunks, shape.slots, features)
-        parts.append(tokens)
+        state, outputs = _mixed(decoder, state, inputs.chunks, shape.slots, features)
+        parts.append(outputs)
     if shape.steps > shape.mixed_steps:
-        state, tokens = _decode(decoder, state, shape.steps - shape.mixed_steps, shape.slots, features)
-        parts.append(tokens)
-    tokens = jnp.concatenate(parts)
+        state, outputs = _decode(decoder, state, shape.steps - shape.mixed_steps, shape.slots, features)
+        parts.append(outputs)
+    tokens = jnp.concatenate([part.tokens for part in parts])
+    logprobs = None
+    if features.logprobs >= 0:
+        logprobs = jax.tree.map(lambda *x: jnp.concatenate(x), *(part.logprobs for part in parts))
     unused = state.num_slots - shape.slots
     tokens = jnp.pad(tokens, ((0, 0), (0, unused)), constant_values=NO_TOKEN)
-    return state, RoundOutputs(tokens, state.slots.finish)
+    return state, RoundOutputs(tokens, state.slots.finish, logprobs)

@@ -20,6 +20,7 @@ from .state import SamplingRows
 
 GREEDY_BELOW = 1e-5  # temperatures below this mean argmax; dividing by them would only overflow
 SIGN = np.uint32(0x8000_0000)
+Weigh = Callable[[Array], Array]
 
 
 def sample(
@@ -38,6 +39,16 @@ def sample(
         return jnp.where(random, _draw(logits, rows, position, mode == "auto"), greedy)
 
     return lax.cond(jnp.any(random), draw, lambda: greedy) if mode == "auto" else draw()
+
+
+def processed_scores(
+    logits: Float[Array, "S V"], rows: SamplingRows, *, mode: str = "auto"
+) -> Float[Array, "S V"]:
+    """The scores that are sampled from, up to a constant per row; those of greedy rows are the logits."""
+    if mode == "greedy":
+        return logits
+    random = rows.temperature >= GREEDY_BELOW
+    return jnp.where(random[:, None], filtered_scores(logits, rows, skip_unused=mode == "auto"), logits)
 
 
 def row_keys(seed: UInt32[Array, "S 2"], position: Int[Array, "S"]) -> Array:
@@ -60,11 +71,18 @@ def _draw(logits: Array, rows: SamplingRows, position: Array, skip: bool) -> Arr
 
 
 def _argmax(x: Float[Array, "S V"]) -> Int[Array, "S"]:
-    """Index of the largest value, the lowest one of equals. Two plain reductions: XLA:CPU is slow at argmax's pairs."""
-    size = x.shape[-1]
-    best = jnp.max(x, axis=-1, keepdims=True)
-    index = jnp.min(jnp.where(x == best, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
-    return jnp.minimum(index, size - 1)  # a row of NaN equals nothing
+    """Index of the largest value, the lowest one of equals."""
+
+    def two_passes(x: Array) -> Array:  # XLA:CPU is slow at reducing pairs
+        size = x.shape[-1]
+        best = jnp.max(x, axis=-1, keepdims=True)
+        index = jnp.min(jnp.where(x == best, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
+        return jnp.minimum(index, size - 1)  # a row of NaN equals nothing
+
+    def one_pass(x: Array) -> Array:
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+    return lax.platform_dependent(x, cpu=two_passes, default=one_pass)
 
 
 def filtered_scores(
@@ -75,6 +93,7 @@ def filtered_scores(
     ``skip_unused`` guards each filter by a conditional (see ``Features.sampling``).
     """
     top = jnp.max(logits, axis=-1, keepdims=True)
+    top = jnp.where(top == -jnp.inf, 0, top)  # a row in which nothing is allowed stays -inf
     scores = (logits - top) / jnp.maximum(rows.temperature, GREEDY_BELOW)[:, None]
     keys = _ordered_bits(scores)
     everything = jnp.zeros(logits.shape[:1], jnp.uint32)
@@ -85,14 +104,16 @@ def filtered_scores(
 
     use_k = (rows.top_k > 0) & (rows.top_k < logits.shape[1])
     wanted = jnp.where(use_k, rows.top_k, 1).astype(jnp.float32)
-    low = guarded(use_k, lambda: _threshold(keys, jnp.ones_like(scores), wanted))
+    low = _from_bits(guarded(use_k, lambda: _threshold(keys, _one, wanted, width=32)))
 
-    weights = jnp.where(keys >= low[:, None], jnp.exp(scores), 0)
+    weights = jnp.where(scores >= low[:, None], jnp.exp(scores), 0)
     use_p = rows.top_p < 1
     mass = rows.top_p * jnp.sum(weights, axis=-1)
-    low = jnp.maximum(low, guarded(use_p, lambda: _threshold(keys, weights, mass)))
+    # Weights are in [0, 1], so their bits are in their order, and the two highest are 0.
+    bits = lax.bitcast_convert_type(weights, jnp.uint32)
+    light = guarded(use_p, lambda: _threshold(bits, _itself, mass, width=30))
     # The best token has weight exp(0) = 1, so min-p is a bound on the weight itself.
-    keep = (keys >= low[:, None]) & (jnp.exp(scores) >= rows.min_p[:, None])
+    keep = (scores >= low[:, None]) & (bits >= light[:, None]) & (jnp.exp(scores) >= rows.min_p[:, None])
     return jnp.where(keep, scores, -jnp.inf)
 
 
@@ -102,26 +123,42 @@ def _ordered_bits(x: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
     return jnp.where(bits >= SIGN, ~bits, bits | SIGN)
 
 
+def _from_bits(keys: UInt32[Array, "S"]) -> Float[Array, "S"]:
+    """The inverse of ``_ordered_bits``; 0, which is below all floats, becomes -inf."""
+    bits = jnp.where(keys >= SIGN, keys ^ SIGN, ~keys)
+    return jnp.where(keys == 0, -jnp.inf, lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def _one(keys: UInt32[Array, "S V"]) -> Float[Array, ""]:
+    return jnp.float32(1)
+
+
+def _itself(bits: UInt32[Array, "S V"]) -> Float[Array, "S V"]:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def _threshold(
-    keys: UInt32[Array, "S V"], weights: Float[Array, "S V"], target: Float[Array, "S"]
+    keys: UInt32[Array, "S V"], weigh: Weigh, target: Float[Array, "S"], *, width: int
 ) -> UInt32[Array, "S"]:
-    """Largest key ``t`` of each row for which the weights of keys >= ``t`` sum to at least ``target``; 0 if none.
+    """Largest key ``t`` of each row for which ``weigh(keys)`` of keys >= ``t`` sums to at least ``target``; 0 if none.
 
-    One bit per pass on a CPU, where arithmetic is dear; four bits per pass elsewhere, where memory traffic is.
+    ``width``: bits of a key. One bit per pass on a CPU, where arithmetic is dear; four or five elsewhere, where memory
+    traffic is, for which the keys are all that a pass reads.
     """
-    return lax.platform_dependent(
-        keys, weights, target, cpu=partial(_search, bits=1), default=partial(_search, bits=4)
-    )
+    several = 5 if width % 5 == 0 else 4
+    one, many = (partial(_search, weigh=weigh, bits=bits, width=width) for bits in (1, several))
+    return lax.platform_dependent(keys, target, cpu=one, default=many)
 
 
-def _search(keys: Array, weights: Array, target: Array, *, bits: int) -> Array:
+def _search(keys: Array, target: Array, *, weigh: Weigh, bits: int, width: int = 32) -> Array:
     digits = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
 
     def one_pass(i: Array, low: Array) -> Array:
-        shift = jnp.uint32(32) - jnp.uint32(bits) * (i.astype(jnp.uint32) + 1)
+        shift = jnp.uint32(width) - jnp.uint32(bits) * (i.astype(jnp.uint32) + 1)
         candidates = low[:, None] | (digits << shift)[None, :]  # [S, digits], rising
         above = keys[:, None, :] >= candidates[:, :, None]
+        weights = jnp.broadcast_to(weigh(keys), keys.shape)
         enough = jnp.sum(jnp.where(above, weights[:, None, :], 0), axis=-1) >= target[:, None]
         return low | (jnp.sum(enough, axis=-1).astype(jnp.uint32) << shift)
 
-    return lax.fori_loop(0, 32 // bits, one_pass, jnp.zeros(keys.shape[:1], jnp.uint32))
+    return lax.fori_loop(0, width // bits, one_pass, jnp.zeros(keys.shape[:1], jnp.uint32))

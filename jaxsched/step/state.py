@@ -6,6 +6,7 @@ Axis letters: L layers, P pages, Z page size, K KV heads, D head_dim, S slots, W
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxsched.models import ModelConfig
 
 NO_TOKEN = -1  # in token tables: nothing was sampled here
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2  # finish codes
+FINISH_COMPLETE, FINISH_DEAD_END = 3, 4  # a constraint is complete; no token was allowed
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +61,7 @@ class EngineState:
     k_pages: list[Float[Array, "P Z K D"]]  # one per layer
     v_pages: list[Float[Array, "P Z K D"]]  # one per layer
     slots: SlotState
+    controls: Any = None  # ``controls.Controls`` once a request has needed them
 
     @property
     def num_pages(self) -> int:

@@ -1,24 +1,21 @@
-"""Renders chat messages to a prompt with a checkpoint's Jinja template, in the environment templates expect.
-
-That environment is the one of Hugging Face transformers (``chat_template_utils``): sandboxed, because templates
-come with checkpoints, with ``raise_exception``, ``strftime_now``, a ``tojson`` that leaves HTML characters alone,
-loop controls and ``{% generation %}`` blocks.
-"""
+"""Renders chat messages to a prompt with a checkpoint's Jinja template."""
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Options of other libraries' functions of the same name. A template would silently ignore them.
-_NOT_VARIABLES = {"continue_final_message", "tokenize", "return_dict", "return_tensors", "chat_template"}
+from .template import compile_template
+
+# Template variables that have an argument of their own, and options of other libraries' functions of the same name,
+# which a template would silently ignore.
+_ARGUMENTS = {"messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template"}
+_UNKNOWN = {"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "conversation"}
+_SPACES = "\v \f"  # unusual ones, behind the mark of where a message is to be continued
 
 
 class ChatTemplateError(ValueError):
@@ -30,43 +27,88 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    **variables: Any,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt for ``messages``.
 
     A message is a dict with ``role`` (str) and ``content`` (str, or a list of ``{"type": "text", "text": ...}``
-    parts, which are joined by newlines); further keys go to the template as they are. ``tools`` are JSON schemas.
-    ``variables`` are visible in the template, e.g. ``bos_token`` or ``enable_thinking``.
+    parts, which are joined by newlines); further keys go to the template as they are, only that the arguments of
+    ``tool_calls`` are parsed if they are JSON text. ``tools`` are JSON schemas (dicts); none of them is as if left
+    out. ``variables`` are visible in the template, e.g. ``bos_token`` or ``enable_thinking``.
+
+    ``add_generation_prompt`` ends the prompt where the assistant's answer begins; ``continue_final_message`` right
+    behind the last message's content, so that the model writes on there. Not both.
 
     Raises ChatTemplateError for a message of another form, naming its index, and for whatever the template raises.
     """
-    if reserved := sorted(_NOT_VARIABLES & variables.keys()):
-        raise ChatTemplateError(f"chat template option {reserved[0]!r} is not supported; leave it out")
+    variables = variables or {}
+    _check_names(variables)
+    if continue_final_message and add_generation_prompt:
+        raise ChatTemplateError(
+            "add_generation_prompt begins a new message, continue_final_message goes on with the last one; "
+            "to continue pass add_generation_prompt=False"
+        )
     plain = [_checked(i, message) for i, message in enumerate(_sequence("messages", messages))]
     if not plain:
         raise ChatTemplateError("messages is empty; give at least one message")
-    if tools is not None:
-        tools = [dict(_mapping(f"tools[{i}]", tool)) for i, tool in enumerate(_sequence("tools", tools))]
+    mark = uuid.uuid4().hex
+    if continue_final_message:
+        if not isinstance(plain[-1].get("content"), str):
+            raise ChatTemplateError(
+                f"messages[{len(plain) - 1}] has no content to continue; give it a string"
+            )
+        plain[-1]["content"] += mark + _SPACES
+    context = {
+        "documents": None,
+        **variables,
+        "messages": plain,
+        "tools": [_tool(i, tool) for i, tool in enumerate(_sequence("tools", tools or []))] or None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    text = _render(template, context)
+    return _cut(text, mark, plain[-1]["content"]) if continue_final_message else text
+
+
+def _render(template: str, context: Mapping[str, Any]) -> str:
+    if not isinstance(template, str):
+        raise ChatTemplateError(f"the chat template is a {type(template).__name__}; give its text")
     try:
-        compiled = _compile(template)
-    except jinja2.TemplateError as error:
+        compiled = compile_template(template)
+    except (jinja2.TemplateError, RecursionError) as error:
         raise ChatTemplateError(f"the chat template is not valid Jinja: {error}") from error
     try:
-        return compiled.render(
-            messages=plain,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
+        return compiled.render(context)
     except (
         Exception
-    ) as error:  # a template runs arbitrary expressions: any error in it is the template's or the user's
+    ) as error:  # a template runs arbitrary expressions: any error in it is its own or the user's
         raise ChatTemplateError(
             f"the chat template refused these messages: {str(error).rstrip('.')}; "
             "see the model's card for the roles it accepts"
         ) from error
+
+
+def _cut(text: str, mark: str, marked: str) -> str:
+    """What is before the mark. Spaces before it go where the template has stripped those behind it, as all spaces."""
+    end = text.rfind(mark)
+    head = text[: max(end, 0)]
+    if not text.startswith(mark + _SPACES, end):
+        head = head.rstrip()
+    if end < 0 or marked.partition(mark)[0].strip() not in head:
+        raise ChatTemplateError(
+            "continue_final_message: the chat template does not show the last message's content as it is; "
+            "give another chat_template, or the prompt as text"
+        )
+    return head
+
+
+def _check_names(variables: Mapping[str, Any]) -> None:
+    for name in variables:
+        if name in _ARGUMENTS:
+            raise ChatTemplateError(f"{name!r} is no variable of a chat template; pass it as an argument")
+        if name in _UNKNOWN:
+            raise ChatTemplateError(f"chat template option {name!r} is not supported; leave it out")
 
 
 def _sequence(name: str, value: Any) -> Sequence[Any]:
@@ -75,12 +117,15 @@ def _sequence(name: str, value: Any) -> Sequence[Any]:
     return value
 
 
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+def _mapping(name: str, value: Any, example: str = "{'role': 'user', 'content': '...'}") -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ChatTemplateError(
-            f"{name} is a {type(value).__name__}; give a dict such as {{'role': 'user', 'content': '...'}}"
-        )
+        raise ChatTemplateError(f"{name} is a {type(value).__name__}; give a dict such as {example}")
     return value
+
+
+def _tool(index: int, tool: Any) -> dict[str, Any]:
+    example = "{'type': 'function', 'function': {'name': '...', 'description': '...', 'parameters': {...}}}"
+    return dict(_mapping(f"tools[{index}]", tool, example))
 
 
 def _checked(index: int, message: Any) -> dict[str, Any]:
@@ -89,60 +134,36 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
     plain = {key: value for key, value in _mapping(where, message).items() if value is not None}
     if not isinstance(plain.get("role"), str):
         raise ChatTemplateError(f"{where}['role'] is {plain.get('role')!r}; give a string such as 'user'")
-    content = plain.get("content")
+    content, calls = plain.get("content"), plain.get("tool_calls")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         plain["content"] = "\n".join(_text_part(f"{where}['content'][{i}]", p) for i, p in enumerate(content))
-    elif not isinstance(content, str) and not (content is None and plain.get("tool_calls")):
+    elif not isinstance(content, str) and not (content is None and calls):
         raise ChatTemplateError(
             f"{where}['content'] is {'missing' if content is None else 'a ' + type(content).__name__}; give a string"
         )
+    if isinstance(calls, Sequence) and not isinstance(calls, (str, bytes)):
+        plain["tool_calls"] = [
+            _tool_call(f"{where}['tool_calls'][{i}]", call) for i, call in enumerate(calls)
+        ]
     return plain
 
 
+def _tool_call(where: str, call: Any) -> Any:
+    """``call`` with its arguments as a dict, which templates expect; in other APIs' messages they are JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError(
+            f"{where}['function']['arguments'] is not JSON ({error}); give a dict"
+        ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def _text_part(where: str, part: Any) -> str:
-    kind = _mapping(where, part).get("type", "text")
+    kind = _mapping(where, part, "{'type': 'text', 'text': '...'}").get("type", "text")
     if kind != "text" or not isinstance(part.get("text"), str):
         raise ChatTemplateError(f"{where} has type {kind!r}; supported: text parts with a string 'text'")
     return part["text"]
-
-
-class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant wrote, for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-@functools.lru_cache(maxsize=32)
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)

@@ -43,6 +43,7 @@ class Tokenizer:
             eos_token_ids if eos_token_ids is not None else () if eos is None else (eos,)
         )
         added = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self.special_ids = frozenset(token for token, value in added.items() if value.special)
         self.byte_values = self._find_byte_values()
 
@@ -61,9 +62,32 @@ class Tokenizer:
                 "text to encode has half of a surrogate pair, which is no character; decode it as UTF-8 first"
             ) from error
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary have no text."""
-        return self._backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens)
+    def decode(
+        self,
+        ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """Text of ``ids``. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary have no text.
+
+        Some vocabularies put a space before every token. ``spaces_between_special_tokens=False``: none between two
+        added tokens; it says nothing where special tokens are skipped, as in vLLM.
+        """
+        given = ids if isinstance(ids, list) else list(ids)
+        if skip_special_tokens or spaces_between_special_tokens:
+            return self._backend.decode(given, skip_special_tokens)
+        return "".join(self._backend.decode(part, False) for part in self._parts(given))
+
+    def _parts(self, ids: list[int]) -> list[list[int]]:
+        """``ids`` of the vocabulary, cut between any two added tokens."""
+        parts: list[list[int]] = []
+        for token in ids:
+            if self._backend.id_to_token(token) is None:
+                continue
+            if not parts or (token in self._added_ids and parts[-1][-1] in self._added_ids):
+                parts.append([])
+            parts[-1].append(token)
+        return parts
 
     def id_of(self, token: str) -> int | None:
         """Id of one token by its exact spelling in the vocabulary."""
@@ -84,15 +108,19 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> str:
-        """Text of a conversation, ending where the assistant is to write; see ``render_chat``.
+        """Text of a conversation, ending where the model is to write; see ``render_chat``.
 
-        ``chat_template`` replaces the checkpoint's own. Encode the result with ``add_special_tokens=False``: templates
-        write the BOS themselves. Raises ChatTemplateError, also when there is no template.
+        ``chat_template`` (Jinja source) replaces the checkpoint's own. The template sees the named special tokens,
+        ``chat_template_kwargs`` and ``variables``; of one name the later one. Encode the result with
+        ``add_special_tokens=False``: templates write the BOS themselves. Raises ChatTemplateError, also when there is
+        no template.
         """
         template = chat_template
-        if template is None and tools is not None:
+        if template is None and tools:
             template = self.chat_templates.get(TOOL_TEMPLATE)
         template = template if template is not None else self.chat_template
         if template is None:
@@ -108,12 +136,13 @@ class Tokenizer:
             template,
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
-            **{**self.special_tokens, **variables},
+            variables={**self.special_tokens, **_variables(chat_template_kwargs), **variables},
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Ids of a conversation; ``options`` are those of ``apply_chat_template``."""
+        """Ids of a conversation; ``options`` are those of ``apply_chat_template``. The only BOS is the template's."""
         return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
 
     def _named_id(self, name: str) -> int | None:
@@ -131,3 +160,13 @@ class Tokenizer:
             return {}
         found = ((self._backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
         return {token: byte for token, byte in found if token is not None}
+
+
+def _variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if given is not None and not (
+        isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    ):
+        raise ChatTemplateError(
+            f"chat_template_kwargs is {given!r:.60}; give a dict from names of template variables to their values"
+        )
+    return given or {}

@@ -57,7 +57,7 @@ def causes(error):
 
 FAILURES = {
     "dispatch": lambda engine, patch, error: patch.setattr(engine.executor, "submit", fail(error)),
-    "read": lambda engine, patch, error: patch.setattr(Part, "tokens", fail(error)),
+    "read": lambda engine, patch, error: patch.setattr(Part, "land", fail(error)),
     "plan": lambda engine, patch, error: patch.setattr(engine.scheduler, "plan", fail(error)),
     "commit": lambda engine, patch, error: patch.setattr(engine.scheduler, "commit", fail(error)),
     "step": lambda engine, patch, error: patch.setattr(engine, "step", fail(error)),

@@ -331,7 +331,7 @@ def test_a_poisoned_detokenizer_fails_one_request(engine, model, monkeypatch):
             streams = [llm.generate([i], LONG) for i in range(3)]
             for stream in streams:
                 await anext(stream)
-            poisoned = engine.requests.by_id[streams[1].request_id].detokenizers[0]
+            poisoned = engine.requests.by_id[streams[1].request_id].readers[0]
             monkeypatch.setattr(poisoned, "push", lambda new: 1 / 0)
             pieces = [piece async for piece in streams[1]]
             assert isinstance(pieces[-1].error, ZeroDivisionError) and pieces[-1].finished

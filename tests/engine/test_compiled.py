@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from harness import drain, make_engine, random_prompt, thrash
-from jaxsched import SamplingParams
+from jaxsched import SamplingParams, StructuredOutputsParams
+from jaxsched.step import Features
 from jaxsched.step.programs import UPDATE, ProgramKey, Programs, program_keys
 
 COMPILE_EVENTS = "/jax/core/compile"  # tracing, lowering and compiling each report a duration under this name
@@ -58,6 +59,60 @@ def mixed_traffic(engine, seed):
     drain(engine)
 
 
+REGEX = {"regex": "[a-c]+(, [a-c]+)*"}
+ON_THE_HOST = {"json": {"type": "array", "items": {"type": "integer", "minimum": 7}}}
+
+
+def rich_traffic(engine, seed):
+    """Every feature that has programs of its own, in changing company."""
+    rng = np.random.default_rng(seed)
+    wishes = [
+        {},
+        {"temperature": 1},
+        {"repetition_penalty": 1.2, "logit_bias": {3: 5}, "min_tokens": 2, "bad_words": ["ab", "the"]},
+        {"logprobs": 4},
+        {"logprobs": 0, "frequency_penalty": 1.0, "stop": "x"},
+        {"prompt_logprobs": 2},
+        {"structured_outputs": REGEX},
+        {"structured_outputs": ON_THE_HOST, "logprob_token_ids": [1, 2]},
+    ]
+    for _ in range(60):
+        if rng.random() < 0.6:
+            wish = {"temperature": 0, **wishes[rng.integers(len(wishes))]}
+            params = SamplingParams(**wish, max_tokens=int(rng.integers(2, 12)))
+            pooling = str(rng.choice(["", "", "", "mean"]))
+            engine.add_request(random_prompt(rng, int(rng.integers(1, 60))), params, pooling=pooling)
+        if rng.random() < 0.1:
+            thrash(engine, rng)
+        engine.step()
+    drain(engine)
+
+
+def test_nothing_compiles_with_all_features_warm(toy, compiles):
+    settings = {"num_scheduler_steps": 2, "max_num_seqs": 2, "prefill_chunk_size": 16, "num_pages": 40}
+    engine = make_engine(toy("base", num_layers=1), **settings, warm_up="all")
+    engine.constraints.compile(StructuredOutputsParams(**REGEX))
+    compiles.clear()
+    with jax.no_tracing():
+        rich_traffic(engine, 0)
+    assert compiles == []
+    assert engine.stats.generation_tokens > 100
+
+
+def test_a_feature_is_compiled_on_first_use_and_said(toy, compiles, caplog):
+    engine = make_engine(toy("base"))
+    compiles.clear()
+    for _ in range(2):
+        engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=3, logprobs=1))
+        drain(engine)
+    assert compiles and sum("for the first time" in record.message for record in caplog.records) == 1
+    assert engine.scheduler.controller.host_seconds < 1  # compiling does not count as the work of a round
+    compiles.clear()
+    engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=3, logprobs=1))
+    drain(engine)
+    assert compiles == []
+
+
 AUTO = {"num_scheduler_steps": "auto", "prefill_chunk_size": "auto"}
 
 
@@ -83,6 +138,9 @@ def test_nothing_compiles_after_warm_up(toy, compiles, settings):
     assert engine.scheduler.num_preemptions > 0
 
 
+SAMPLINGS = (Features(sampling="full"), Features(sampling="greedy"))
+
+
 def test_every_round_finds_its_programs():
     """Any round that a scheduler can plan is cut into compiled segments that hold it."""
     rng = np.random.default_rng(0)
@@ -95,18 +153,23 @@ def test_every_round_finds_its_programs():
                 slot_buckets=slots,
                 mixed_slots=slots[-1:],
                 chunk_buckets=chunks,
-                variants=("full", "greedy"),
+                features=SAMPLINGS,
             )
             assert len(set(keys)) == len(keys)
             programs = Programs(keys)
             for _ in range(200):
                 steps = int(rng.integers(1, n + 1))
                 sizes = rng.integers(1, chunks[-1] + 1, rng.integers(0, steps + 1)).tolist()
-                rows, sampling = int(rng.choice(slots)), str(rng.choice(["full", "greedy"]))
+                rows, features, alone = (
+                    int(rng.choice(slots)),
+                    SAMPLINGS[rng.integers(2)],
+                    int(rng.integers(3)),
+                )
                 at = 0
-                for segment in programs.segments(sizes, steps, rows, sampling):
+                for segment in programs.segments(sizes, steps, rows, features, alone=alone):
                     key = segment.key
-                    assert key in keys and key.sampling == sampling and key.slots >= rows
+                    assert key in keys and key.features == features and key.slots >= rows
+                    assert at >= alone or key.steps == 1
                     assert segment.first == at and (key.steps == 1 or (scan and not key.chunk_tokens))
                     inside = sizes[at : at + key.steps]
                     assert max(inside, default=0) <= key.chunk_tokens
@@ -120,10 +183,17 @@ def test_the_number_of_programs_is_a_sum(toy):
         "slot_buckets": (4, 16, 64),
         "mixed_slots": (16, 64),
         "chunk_buckets": (16, 64, 256),
-        "variants": ("auto",),
+        "features": (Features(),),
     }
     assert len(program_keys(lengths=(1, 2, 4, 8), small_lengths=(1, 8), **buckets)) == 1 + 4 + 2 * 2 + 2 * 3
     keys = program_keys(lengths=(1,), small_lengths=(1,), **buckets)
+    several = (
+        Features(),
+        Features(controls=True),
+        Features(logprobs=0, prompt="logprobs"),
+    )  # of prompts: mixed only
+    many = program_keys(lengths=(1, 2, 4, 8), small_lengths=(1, 8), **{**buckets, "features": several})
+    assert len(many) == 1 + 2 * (4 + 2 * 2 + 2 * 3) + 2 * 3
     assert keys[0] == UPDATE and all(k.steps <= 1 for k in keys) and len(keys) <= 10
 
 
@@ -134,11 +204,12 @@ def big_pool(toy):
 
 
 KEYS = [
-    ProgramKey(2, 0, 4, "auto"),
-    ProgramKey(1, 0, 4, "auto"),
-    ProgramKey(1, 32, 4, "auto"),
+    ProgramKey(2, 0, 4),
+    ProgramKey(1, 0, 4),
+    ProgramKey(1, 32, 4),
     UPDATE,
 ]
+RICH = Features(controls=True, logprobs=20)
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda k: f"N{k.steps}-C{k.chunk_tokens}")
@@ -150,6 +221,24 @@ def test_the_kv_cache_is_updated_in_place(big_pool, key):
     assert memory.alias_size_in_bytes >= kv_bytes
     assert memory.temp_size_in_bytes < pages[0].nbytes / 2, "room for a copy of one layer's pages"
     assert not page_copies(compiled, pages[0].shape)
+
+
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_controls_are_updated_in_place_too(big_pool, chunk):
+    """Counts, biases and masks are large: with penalties and a constraint on, a scan must not copy them either."""
+    key = ProgramKey(1 if chunk else 2, chunk, 4, RICH)
+    compiled = big_pool.executor.programs._lower(key).compile()
+    controls = big_pool.executor.controls.new()
+    pages = [*big_pool.executor.state.k_pages, *big_pool.executor.state.v_pages]
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(
+        x.nbytes for x in (*pages, *jax.tree.leaves(controls))
+    )
+    assert not page_copies(compiled, pages[0].shape)
+    text = compiled.as_text()
+    for array, kind in ((controls.counts, "s32"), (controls.bias, "f32"), (controls.automata.masks, "u32")):
+        spelt = re.escape(f"{kind}[" + ",".join(map(str, array.shape)) + "]")
+        assert re.search(spelt, text), "the shape is spelt in another way"
+        assert not re.findall(rf"^.*= {spelt}\S* copy(?:-start)?\(.*$", text, re.MULTILINE), kind
 
 
 def page_copies(compiled, shape):

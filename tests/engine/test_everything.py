@@ -14,12 +14,14 @@ import jax
 import numpy as np
 import pytest
 
-from harness import Result, assert_idle, collect, make_engine, oracle, random_prompt
+from controls_oracle import expected, log_softmax, logits_after
+from harness import Result, assert_idle, collect, make_engine, random_prompt
 from jaxsched import SamplingParams
 from jaxsched.engine.entry import sample_seed
 from jaxsched.schedule import Scheduler
 from jaxsched.schedule.policies import POLICIES
 from jaxsched.schedule.rounds import AdaptiveRounds, FixedRounds
+from jaxsched.structured import ConstraintCompiler
 
 MAX_LEN = 96
 
@@ -49,16 +51,80 @@ def random_params(rng, limit=None):
     stop = rng.integers(0, 256, rng.choice([0, 0, 8])).tolist()
     limit = limit or (int(rng.integers(1, 10)) if rng.random() < 0.5 else int(rng.integers(8, 40)))
     return SamplingParams(
-        **sampling, max_tokens=limit, stop_token_ids=stop[:6], ignore_eos=bool(rng.random() < 0.5)
+        **sampling,
+        **random_controls(rng, limit),
+        max_tokens=limit,
+        stop_token_ids=stop[:6],
+        ignore_eos=bool(rng.random() < 0.5),
     )
+
+
+CONSTRAINTS = [
+    {"regex": r"[a-f]{2,4}(-[0-9]{1,3})*"},
+    {"choice": ["yes", "no", "perhaps", "pérhaps"]},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "é"]}},
+              "required": ["a", "b"]}},
+    {"json": {"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 40}, "maxItems": 3}},
+]  # fmt: skip
+
+
+def random_controls(rng, limit):
+    """Some of the controls, half of the time none."""
+    if rng.random() < 0.5:
+        return {}
+    texts = ["a", "e", "th", " ", "0", "Q"]
+    choices = {
+        "repetition_penalty": lambda: float(rng.choice([0.7, 1.4])),
+        "presence_penalty": lambda: float(rng.choice([-1.5, 1.5])),
+        "frequency_penalty": lambda: float(rng.choice([-0.5, 0.9])),
+        "logit_bias": lambda: {int(t): float(rng.normal() * 5) for t in rng.integers(0, 268, 20)},
+        "allowed_token_ids": lambda: rng.integers(0, 268, 60).tolist(),
+        "bad_words": lambda: rng.choice(texts, 3).tolist(),
+        "min_tokens": lambda: int(rng.integers(0, limit + 1)),
+        "stop": lambda: rng.choice(texts, 2).tolist(),
+        "include_stop_str_in_output": lambda: True,
+        "logprobs": lambda: int(rng.integers(0, 6)),
+        "prompt_logprobs": lambda: int(rng.integers(0, 4)),
+        "logprob_token_ids": lambda: rng.integers(0, 268, 3).tolist(),
+        "structured_outputs": lambda: CONSTRAINTS[rng.integers(len(CONSTRAINTS))],
+    }
+    return {name: make() for name, make in choices.items() if rng.random() < 0.25}
 
 
 @functools.cache
 def answer(model, prompt, params, index):
-    """Tokens and finish reason of one sample of a request."""
+    """Tokens, finish reason and more of one sample of a request."""
     if not params.greedy:
         params = dataclasses.replace(params, n=1, seed=sample_seed(params.seed % 2**64, index))
-    return oracle(model, list(prompt), params, max_model_len=MAX_LEN)
+    constraint = None
+    if params.structured_outputs is not None:
+        constraint = compiler_of(model).compile(params.structured_outputs)
+    return expected(model, list(prompt), params, max_model_len=MAX_LEN, constraint=constraint)
+
+
+@functools.cache
+def compiler_of(model):
+    return ConstraintCompiler(model.tokenizer, model.config.vocab_size, model.checkpoint.eos_token_ids)
+
+
+@functools.cache
+def prompt_answer(model, prompt):
+    """Log-probabilities of all that could stand in the prompt's places, from the second on."""
+    return [log_softmax(logits_after(model, list(prompt[:i]))) for i in range(1, len(prompt))]
+
+
+def check_logprobs(entries, tokens, rows, width):
+    """Each entry has its token, and the ``width`` best of the true distribution."""
+    assert len(entries) == len(tokens)
+    for entry, token, row in zip(entries, tokens, rows, strict=True):
+        for other, found in entry.items():
+            np.testing.assert_allclose(found.logprob, row[other], atol=2e-4)
+        assert (
+            abs(entry[token].rank - 1 - (row > row[token]).sum()) <= (abs(row - row[token]) < 1e-4).sum() - 1
+        )
+        best = np.sort([entry[t].logprob for t in entry if (entry[t].rank or width + 1) <= width])[::-1]
+        np.testing.assert_allclose(best, np.sort(row)[::-1][: len(best)], atol=2e-4)
+        assert len(best) == width
 
 
 @functools.cache
@@ -74,7 +140,7 @@ def pool_of_requests(model, seed):
             prompt = prefix if kind > 0.9 else prefix + prompt
         elif kind > 0.3 and requests:
             before, params = requests[rng.integers(len(requests))]
-            prompt = [*before, *answer(model, tuple(before), params, 0)[0], *prompt[:5]]
+            prompt = [*before, *answer(model, tuple(before), params, 0).ids, *prompt[:5]]
         if len(prompt) < MAX_LEN - 2:
             requests.append((prompt, random_params(rng)))
     return requests
@@ -242,11 +308,26 @@ class Schedule:
         for name, (prompt, params) in self.asked.items():
             for index in range(params.n):
                 result = self.results[name if index == 0 else f"{name}#{index}"]
-                ids, reason = answer(self.model, prompt, params, index)
+                want = answer(self.model, prompt, params, index)
+                case = (name, index, prompt, params)
                 if result.finish_reason == "abort":
-                    assert name in self.aborted and result.ids == ids[: len(result.ids)]
+                    assert name in self.aborted and result.ids == want.ids[: len(result.ids)], case
                 else:
-                    assert (result.ids, result.finish_reason) == (ids, reason), (name, index, prompt, params)
+                    assert (result.ids, result.finish_reason) == (want.ids, want.finish_reason), case
+                    assert result.text == want.text, case
+                    if want.finish_reason == "error":
+                        assert result.stop_reason.startswith(want.stop_reason)
+                    else:
+                        assert result.stop_reason == want.stop_reason, case
+                if params.logprobs is not None:
+                    check_logprobs(
+                        result.logprobs, result.ids, want.logprobs[: len(result.ids)], params.logprobs
+                    )
+            first = self.results[name]
+            if params.prompt_logprobs is not None and first.ids:
+                rows = prompt_answer(self.model, prompt)
+                assert first.prompt_logprobs[0] is None
+                check_logprobs(first.prompt_logprobs[1:], prompt[1:], rows, params.prompt_logprobs)
         assert len(self.results) == sum(params.n for _, params in self.asked.values())
 
 

@@ -166,7 +166,7 @@ def test_samples_fail_together(toy):
     def broken(ids):
         raise UnicodeError("no text")
 
-    engine.requests.by_id[bad].detokenizers[1].push = broken
+    engine.requests.by_id[bad].readers[1].push = broken
     pieces = []
     while engine.has_work:
         pieces += engine.step()

@@ -97,9 +97,9 @@ def slow_device(engine, seconds):
         def ready(self):
             return time.monotonic() >= self.ready_at
 
-        def tokens(self, num_slots):
+        def land(self, num_slots):
             time.sleep(max(0.0, self.ready_at - time.monotonic()))
-            return self._part.tokens(num_slots)
+            return self._part.land(num_slots)
 
     engine.executor.submit = lambda plan: [SlowPart(part) for part in submit(plan)]
 

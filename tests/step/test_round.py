@@ -112,7 +112,7 @@ def test_a_round_is_its_parts_in_a_row(model):
     state = update_slots(state, inputs.updates)
     state, first = prefill_chunk(model.graph, model.params, state, inputs.chunks, slots=4)
     state, second = decode_steps(model.graph, model.params, state, steps=4, slots=4)
-    assert np.concatenate((first, second)).tolist() == tokens.tolist()
+    assert np.concatenate((first.tokens, second.tokens)).tolist() == tokens.tolist()
     for a, b in zip(jax.tree.leaves(whole.slots), jax.tree.leaves(state.slots), strict=True):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(whole.k_pages + whole.v_pages, state.k_pages + state.v_pages, strict=True):
@@ -172,7 +172,7 @@ def test_rows_behind_the_slot_bucket_stand_still(model):
     _, state, _, _ = play(model)
     before = jax.device_get(state)
     state, tokens = decode_steps(model.graph, model.params, state, steps=3, slots=2)
-    assert tokens.shape == (3, 2)
+    assert tokens.tokens.shape == (3, 2)
     for old, new in zip(jax.tree.leaves(before.slots), jax.tree.leaves(state.slots), strict=True):
         np.testing.assert_array_equal(old[2:], new[2:])
     assert np.asarray(state.slots.output_pos).tolist() == [9, 0, 5, 0]
@@ -186,7 +186,7 @@ def test_a_slot_moves(model):
     state = update_slots(state, inputs.updates)
     state, more = decode_steps(model.graph, model.params, state, steps=3, slots=2)
     want, _ = oracle(model, PROMPTS[2], dataclasses.replace(GREEDY, max_tokens=8))
-    assert [*tokens[1:, 2].tolist(), *np.asarray(more)[:, 1].tolist()] == want
+    assert [*tokens[1:, 2].tolist(), *np.asarray(more.tokens)[:, 1].tolist()] == want
     assert np.asarray(state.slots.live).tolist() == [False, True, False, False]
 
 
@@ -311,7 +311,7 @@ def test_the_example_of_the_readme(model):
     shape = RoundShape(steps=8, mixed_steps=1, chunk_tokens=16, slots=2)
     state, outputs = run_round(model.graph, model.params, state, inputs, shape=shape)
     state, more = decode_steps(model.graph, model.params, state, steps=12, slots=2)
-    tokens = np.concatenate((outputs.tokens, more))
+    tokens = np.concatenate((outputs.tokens, more.tokens))
     want, _ = oracle(model, prompt, dataclasses.replace(GREEDY, max_tokens=20))
     assert tokens[:, 0].tolist() == want
     assert (tokens[:, 1] == NO_TOKEN).all() and int(state.slots.finish[0]) == FINISH_LENGTH

@@ -236,6 +236,26 @@ def test_where_chat_templates_come_from(
     assert tokenizer.apply_chat_template(messages, chat_template="{{ bos_token }}{{ x }}", x=1) == "<|bos|>1"
 
 
+def test_what_chat_templates_see(tmp_path: Path) -> None:
+    tokenizer = load(write_toy(tmp_path / "toy", add_bos=True))
+    template = "{{ bos_token }}{{ x }}{{ y }}{{ messages[0].content }}"
+    options: dict[str, Any] = {"chat_template": template, "chat_template_kwargs": {"x": 1, "y": 2}, "y": 3}
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages, **options) == "<|bos|>13hi"
+    assert tokenizer.encode_chat(messages, **options) == [BOS, *b"13hi"]  # one BOS, the template's
+    final = {"add_generation_prompt": False, "continue_final_message": True}
+    assert tokenizer.apply_chat_template(messages, **options, **final) == "<|bos|>13hi"
+    named = {"chat_template_kwargs": {"bos_token": "B"}}
+    assert tokenizer.apply_chat_template(messages, chat_template="{{ bos_token }}", **named) == "B"
+    for wrong in ([1], {1: 2}):
+        with pytest.raises(ChatTemplateError, match=r"chat_template_kwargs is .*; give a dict from names"):
+            tokenizer.apply_chat_template(messages, chat_template="", chat_template_kwargs=wrong)  # type: ignore[arg-type]
+    with pytest.raises(
+        ChatTemplateError, match="'tools' is no variable of a chat template; pass it as an arg"
+    ):
+        tokenizer.apply_chat_template(messages, chat_template="", chat_template_kwargs={"tools": []})
+
+
 def test_post_processor_of_byte_level_models_survives() -> None:
     backend = Backend(models.BPE({"a": 0, "<s>": 1}, []))
     backend.pre_tokenizer, backend.decoder = (

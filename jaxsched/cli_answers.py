@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from jaxsched.llm import LLM
 from jaxsched.prompt_file import Question
-from jaxsched.request import RequestOutput, SamplingParams
+from jaxsched.request import CompletionOutput, Logprob, OutputBuilder, RequestOutput, SamplingParams
 
 TITLE_WIDTH = 70  # characters of a prompt shown above its answer
 
@@ -25,34 +26,90 @@ class Answer:
     """What has come for one question."""
 
     prompt: str | None  # as it was given; of a conversation the rendered text
-    text: str = ""
-    token_ids: list[int] = dataclasses.field(default_factory=list)
     last: RequestOutput | None = None  # the latest piece
     error: Exception | None = None  # why it was refused
+    pieces: OutputBuilder = dataclasses.field(default_factory=OutputBuilder)
 
-    def add(self, piece: RequestOutput) -> None:
-        """Takes a piece in."""
-        self.text += piece.outputs[0].text
-        self.token_ids += piece.outputs[0].token_ids
+    def add(self, piece: RequestOutput) -> str:
+        """Takes a piece in. Returns its text, of all samples that it has."""
+        self.pieces.add(piece)
         self.last, self.error = piece, piece.error
+        return "".join(output.text for output in piece.outputs)
 
     @property
     def done(self) -> bool:
         return self.error is not None or (self.last is not None and self.last.finished)
 
-    def record(self) -> dict[str, Any]:
-        """The JSON object of --json."""
+    @property
+    def samples(self) -> list[CompletionOutput]:
+        """All that has come, one for each sample."""
+        return [] if self.last is None else self.pieces.output().outputs
+
+    def records(self) -> list[dict[str, Any]]:
+        """The JSON objects of --json, one for each sample; one for a question that was refused."""
+        samples = self.samples or [CompletionOutput(finish_reason="error")]
+        return [self._record(sample, len(samples) > 1) for sample in samples]
+
+    def _record(self, sample: CompletionOutput, several: bool) -> dict[str, Any]:
         last = self.last
         record = {
             "prompt": self.prompt,
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": "error" if last is None else last.outputs[0].finish_reason,
+            "text": sample.text,
+            "token_ids": sample.token_ids,
+            "finish_reason": sample.finish_reason,
             "prompt_tokens": 0 if last is None else len(last.prompt_token_ids),
-            "output_tokens": len(self.token_ids),
+            "output_tokens": len(sample.token_ids),
             "time_to_first_token_s": None if last is None else last.metrics.time_to_first_token,
         }
-        return record if self.error is None else {**record, "error": str(self.error)}
+        constraint = None if last is None else self.pieces.output().constraint
+        more = {
+            "index": sample.index if several else None,
+            "stop_reason": sample.stop_reason,
+            "constraint": constraint,
+            "cumulative_logprob": _finite(sample.cumulative_logprob),
+            "logprobs": None if sample.logprobs is None else _places(sample),
+            "error": None if self.error is None else str(self.error),
+        }
+        return record | {name: value for name, value in more.items() if value is not None}
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has no infinity."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _by_logprob(known: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+    """Tokens and what is known of them, the most likely first."""
+    return sorted(known.items(), key=lambda item: -item[1].logprob)
+
+
+def _places(sample: CompletionOutput) -> list[dict[str, Any]]:
+    """The log-probabilities of a sample for JSON: an object for each token, with its likeliest alternatives."""
+
+    def entry(token: int, known: Logprob) -> dict[str, Any]:
+        number = _finite(known.logprob)
+        return {"token_id": token, "token": known.decoded_token, "logprob": number, "rank": known.rank}
+
+    return [
+        {**entry(token, known[token]), "top_logprobs": [entry(*item) for item in _by_logprob(known)]}
+        for token, known in zip(sample.token_ids, sample.logprobs or [], strict=True)
+    ]
+
+
+def logprob_table(sample: CompletionOutput) -> str:
+    """The log-probabilities of a sample for readers, a line for each token; empty if none were asked for."""
+
+    def name(token: int, known: Logprob) -> str:
+        return str(token) if known.decoded_token is None else repr(known.decoded_token)
+
+    lines = []
+    for token, known in zip(sample.token_ids, sample.logprobs or [], strict=sample.logprobs is not None):
+        own = known[token]
+        others = [f"{name(*item)} {item[1].logprob:.3f}" for item in _by_logprob(known) if item[0] != token]
+        lines.append(
+            f"{own.logprob:9.3f}  {own.rank or '-':>6}  {name(token, own):<16}  {', '.join(others)}".rstrip()
+        )
+    return "\n".join(["  logprob    rank  token             others", *lines, ""]) if lines else ""
 
 
 class Printer(Protocol):
@@ -70,21 +127,28 @@ class Printer(Protocol):
 class TextPrinter:
     """A single answer as it comes, several of them whole, with titles."""
 
-    def __init__(self, total: int):
-        self.total = total
+    def __init__(self, prompts: int, samples: int = 1):
+        self.prompts, self.samples = prompts, samples
+        self.streams = prompts * samples == 1
 
     def piece(self, text: str) -> str:
-        return text if self.total == 1 else ""
+        return text if self.streams else ""
 
     def answer(self, index: int, answer: Answer) -> str:
         if answer.error is not None:
             return ""
-        if self.total == 1:
-            return "" if answer.text.endswith("\n") else "\n"
+        if self.streams:
+            (sample,) = answer.samples
+            return ("" if sample.text.endswith("\n") else "\n") + logprob_table(sample)
         title = " ".join((answer.prompt or "").split())
         if len(title) > TITLE_WIDTH:
             title = title[: TITLE_WIDTH - 1] + "…"
-        return f"### {index + 1}/{self.total}: {title}\n{answer.text.strip()}\n\n"
+        shown = []
+        for sample in answer.samples:
+            which = f" [{sample.index + 1}/{self.samples}]" if self.samples > 1 else ""
+            shown.append(f"### {index + 1}/{self.prompts}{which}: {title}\n{sample.text.strip()}\n")
+            shown.append(logprob_table(sample) + "\n")
+        return "".join(shown)
 
 
 class JsonPrinter:
@@ -94,7 +158,7 @@ class JsonPrinter:
         return ""
 
     def answer(self, index: int, answer: Answer) -> str:
-        return json.dumps(answer.record()) + "\n"
+        return "".join(json.dumps(record) + "\n" for record in answer.records())
 
 
 def answer_all(
@@ -160,8 +224,7 @@ def _advance(
     with _interruptible() as interrupted, contextlib.closing(llm.stream(prompts, params)) as pieces:
         try:
             for position, piece in pieces:
-                answers[index_of[position]].add(piece)
-                yield index_of[position], piece.outputs[0].text
+                yield index_of[position], answers[index_of[position]].add(piece)
                 if interrupted():
                     raise KeyboardInterrupt
         except ValueError as error:
