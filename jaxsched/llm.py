@@ -248,6 +248,8 @@ class LLM(Tasks):
     ) -> None:
         """Queues one prompt and enters its request in ``index_of``."""
         text, ids, salt = tokenize(self.tokenizer, prompt)
+        if params.structured_outputs is not None:  # may take seconds, in which other threads go on
+            self.engine.constraints.compile(params.structured_outputs)
         try:
             with self._lock, uninterrupted():
                 self._check_open()

@@ -1,5 +1,6 @@
 """The programs lower for CUDA on a machine without a GPU: no primitive that the platform lacks, no host callback."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,9 +9,14 @@ import pytest
 from flax import nnx
 
 from jaxsched.models import Decoder, ModelConfig
-from jaxsched.step import Chunks, Features, decode_steps, init_state, prefill_chunk
+from jaxsched.step import Chunks, Features, decode_steps, init_controls, init_state, prefill_chunk
 from jaxsched.step.sampling import filtered_scores
 
+RICH = [
+    Features("full", controls=True, logprobs=20),
+    Features("greedy", controls=True, logprobs=5),
+    Features("full", controls=True, logprobs=20, prompt="both"),
+]
 CONFIG = ModelConfig("LlamaForCausalLM", 300, 64, 2, 4, 2, 16, 128, 256)
 
 
@@ -55,9 +61,47 @@ def test_no_step_sorts_the_vocabulary(shapes, sampling):
         assert "stablehlo.sort" not in text and "chlo.top_k" not in text
 
 
-def test_the_search_passes_over_the_vocabulary_eight_times_on_a_gpu(shapes):
-    """4 bits per pass. The loop's trip count is a constant in the program."""
+@pytest.mark.parametrize("features", RICH, ids=str)
+def test_features_lower_for_cuda(features):
+    """Penalties, constraints and log-probabilities: no host callback, no conditional, and nothing sorts a whole row."""
+    config = dataclasses.replace(CONFIG, vocab_size=32768)
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype("bfloat16"))))
+    state = jax.eval_shape(
+        lambda: dataclasses.replace(
+            init_state(config, num_slots=8, num_pages=64, dtype="bfloat16"),
+            controls=init_controls(8, 32768, (2,)),
+        )
+    )
+    if features.prompt:
+        traced = prefill_chunk.trace(
+            graph, nnx.as_pure(params), state, Chunks.empty(1, 32, 8), slots=8, features=features
+        )
+    else:
+        traced = decode_steps.trace(graph, nnx.as_pure(params), state, steps=2, slots=8, features=features)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "callback" not in text and not dynamic_cases(text)
+    operands = sorted_shapes(text)
+    assert operands and not [shape for shape in operands if "32768" in shape.split("x")]
+
+
+def sorted_shapes(text: str) -> list[str]:
+    """Shapes, as "8x256", of what a program sorts or takes the top of."""
+    found = re.findall(r"chlo\.top_k\([^:]*: tensor<([\dx]+)x\w+>", text)
+    return found + re.findall(r'"stablehlo\.sort"\(.*?\}\) : \(tensor<([\dx]+)x\w+>', text, re.DOTALL)
+
+
+def test_sorting_would_be_found():
+    wide = jax.ShapeDtypeStruct((8, 32768), jnp.float32)
+    for sorts in (jnp.sort, lambda x: jax.lax.top_k(x, 5)):
+        assert "8x32768" in sorted_shapes(
+            jax.jit(sorts).trace(wide).lower(lowering_platforms=("cuda",)).as_text()
+        )
+
+
+def test_the_searches_pass_over_the_vocabulary_few_times_on_a_gpu(shapes):
+    """Top-k: 32 bits, 4 per pass; top-p: 30 bits, 5 per pass. The loops' trip counts are constants in the program."""
     rows = shapes[2].slots.sampling
     logits = jax.ShapeDtypeStruct((8, CONFIG.vocab_size), jnp.float32)
     text = jax.jit(filtered_scores).trace(logits, rows).lower(lowering_platforms=("cuda",)).as_text()
-    assert "dense<8> : tensor<i32>" in text and "dense<32> : tensor<i32>" not in text
+    assert "dense<8> : tensor<i32>" in text and "dense<6> : tensor<i32>" in text
+    assert "dense<32> : tensor<i32>" not in text and "dense<30> : tensor<i32>" not in text
