@@ -245,7 +245,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # token id -> number in [-100, 100] to add to its logit
     allowed_token_ids: Sequence[int] | None = None  # no others; list an id that may end the text
     bad_words: Sequence[str] = ()  # strings that must not be completed
-    min_tokens: int = 0  # <= max_tokens; nothing ends the request before
+    min_tokens: int = 0  # <= max_tokens; before only a complete constraint ends it
     stop: Sequence[str] = ()  # a string or several; the text ends before the first that appears in it
     include_stop_str_in_output: bool = False  # the text ends behind it
     spaces_between_special_tokens: bool = True  # matters when special tokens are not skipped

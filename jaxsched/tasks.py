@@ -139,8 +139,8 @@ class Tasks:
         """How likely continuations are after prompts: what evaluation harnesses call loglikelihood.
 
         There is one continuation for each prompt, or one prompt for all continuations. Without ``continuations`` it is
-        the likelihood of each prompt's own tokens from the second on. Prompts that begin alike are read once (prefix
-        cache). Text is tokenized as a whole, so that the place where it was cut does not matter; white space at the
+        the likelihood of each prompt's own tokens from the second on (a single one: behind beginning-of-sequence). Prompts
+        that begin alike are read once (prefix cache). Text is tokenized as a whole, so that the place where it was cut does not matter; white space at the
         end of a prompt counts as the beginning of its continuation.
 
         An output that cannot be scored (too long, out of range) has ``error``; if all are, the first is raised.
@@ -237,6 +237,12 @@ class Tasks:
         Beams share the KV pages of what they have in common. Raises ValueError when ``2 * beam_width`` log-
         probabilities are more than ``max_logprobs``, or a prompt cannot be served.
         """
+        most = self.engine.resolved.logprob_widths[-1]
+        if 2 * params.beam_width > most:
+            raise ValueError(
+                f"beam_width is {params.beam_width}, which takes {2 * params.beam_width} log-probabilities per token; "
+                f"this engine reports at most {most}; lower beam_width or raise max_logprobs"
+            )
         starts = [tokenize(self.tokenizer, prompt) for prompt in as_list(prompts)]
         going = [[_Beam()] for _ in starts]
         complete: list[list[_Beam]] = [[] for _ in starts]

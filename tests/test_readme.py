@@ -1,5 +1,6 @@
 """The examples of the README and of docs/ run as they stand, each in a process of its own."""
 
+import json
 import re
 import subprocess
 import sys
@@ -37,10 +38,19 @@ def test_the_engine_example():
     assert "Paris" in run(BLOCKS[0])
 
 
+@pytest.mark.slow
+@needs_model
+def test_the_sampling_example():
+    year, person, capital = run(BLOCKS[1]).splitlines()
+    assert re.fullmatch(r"(19|20)\d\d device", year)
+    assert json.loads(person.removesuffix(" device")).keys() == {"name", "age"}
+    assert "Paris" in capital and "." not in capital and capital.endswith(" None")
+
+
 @needs_model
 def test_the_step_functions_example():
-    assert len(BLOCKS[1].splitlines()) <= 32, "about thirty lines"
-    assert "red" in run(BLOCKS[1])
+    assert len(BLOCKS[2].splitlines()) <= 32, "about thirty lines"
+    assert "red" in run(BLOCKS[2])
 
 
 @pytest.mark.slow

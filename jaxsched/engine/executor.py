@@ -129,9 +129,9 @@ class Executor:
         if features not in self._noticed:
             self._noticed.add(features)
             logger.warning(
-                "compiling programs for a feature that is used for the first time (%s); this takes some seconds per "
+                "compiling programs for what a request asks for the first time: %s; this takes some seconds per "
                 'program, once; warm_up="all" does it when the engine is made',
-                features,
+                _described(features),
             )
 
     def reload_controls(self, running: Iterable[Sequence]) -> None:
@@ -176,6 +176,18 @@ def new_executor(
     if warm:
         executor.warm_up_controls()
     return executor
+
+
+def _described(features: Features) -> str:
+    """What a request must ask for to need these programs."""
+    prompt = {
+        "logprobs": ["prompt_logprobs"],
+        "hidden": ["embeddings"],
+        "both": ["prompt_logprobs and embeddings"],
+    }
+    parts = ["penalties, bias, stop conditions or structured output"] if features.controls else []
+    parts += [f"logprobs (up to {features.logprobs})"] if features.logprobs >= 0 else []
+    return " with ".join([*parts, *prompt.get(features.prompt, [])]) or "another way of sampling"
 
 
 def _with_prompt(features: Features, steps: list[MixedStep]) -> Features:

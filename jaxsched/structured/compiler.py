@@ -24,7 +24,7 @@ from .vocabulary import read_vocabulary
 from .worker import DfaWorker, WorkerError
 
 DEVICE, HOST = "device", "host"
-_SMALLER = "ask for less, or raise the limit"
+_SMALLER = "ask for less, for example repeat without a bound (x* instead of x{0,300})"
 
 
 @dataclass(frozen=True, eq=False)

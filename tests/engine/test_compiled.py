@@ -105,7 +105,7 @@ def test_a_feature_is_compiled_on_first_use_and_said(toy, compiles, caplog):
     for _ in range(2):
         engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=3, logprobs=1))
         drain(engine)
-    assert compiles and sum("for the first time" in record.message for record in caplog.records) == 1
+    assert compiles and sum("asks for the first time" in record.message for record in caplog.records) == 1
     assert engine.scheduler.controller.host_seconds < 1  # compiling does not count as the work of a round
     compiles.clear()
     engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=3, logprobs=1))
