@@ -139,9 +139,9 @@ class Tasks:
         """How likely continuations are after prompts: what evaluation harnesses call loglikelihood.
 
         There is one continuation for each prompt, or one prompt for all continuations. Without ``continuations`` it is
-        the likelihood of each prompt's own tokens from the second on (a single one: behind beginning-of-sequence). Prompts
-        that begin alike are read once (prefix cache). Text is tokenized as a whole, so that the place where it was cut does not matter; white space at the
-        end of a prompt counts as the beginning of its continuation.
+        the likelihood of each prompt's own tokens from the second on (of a single one: behind beginning-of-sequence).
+        Prompts that begin alike are read once (prefix cache). Text is tokenized as a whole, so that the place where it
+        was cut does not matter; white space at the end of a prompt counts as the beginning of its continuation.
 
         An output that cannot be scored (too long, out of range) has ``error``; if all are, the first is raised.
         """
