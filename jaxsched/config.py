@@ -364,7 +364,7 @@ class Resolved:
     page_bytes: int  # bytes of one page over all layers, K and V
     logprob_widths: tuple[int, ...] = (20,)  # log-probabilities per token that programs report, rising
     logprobs_mode: str = "raw_logprobs"
-    warm_up: str = "plain"
+    warm_up: str = dataclasses.field(default="plain", compare=False)  # it changes no result
 
 
 def cache_dir() -> str:

@@ -1,7 +1,8 @@
 """For all tests: a compilation cache that outlives the session, and the toy checkpoints."""
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 # Before jax is imported anywhere. Compiling is most of the suite's time; the second run finds nearly all of it here.
 os.environ.setdefault("JAXSCHED_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".jax_cache"))
 
+import jax
 from jaxtyping import install_import_hook
 
 # Shapes and dtypes in the signatures of device functions are checked here and nowhere else.
@@ -29,6 +31,22 @@ SCRIPTS = {
     "special": [b"D", b"one", 258, b"two", 260, b"six", 259],  # ends in <|im_end|>
     "endless": [b"E", b"to", b" be", b" or", b" not ", b"to"],
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each compiled program takes memory mappings, of which a process may have 65,530 (vm.max_map_count) on Linux.
+
+    So what a module's tests have kept in functools caches goes with the module, and in need all of jax's caches.
+    """
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    gc.collect()
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

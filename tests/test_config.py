@@ -49,6 +49,8 @@ SEEN_IN_RESOLVE = {
     "page_size": (16, 32),
     "num_pages": (None, 50),
     "executor": ("scan", "dispatch"),
+    "max_logprobs": (20, 50),
+    "logprobs_mode": ("raw_logprobs", "processed_logits"),
 }
 SEEN_IN_CONTROLLER = {
     "target_ttft_ms": (None, 50),
@@ -56,7 +58,14 @@ SEEN_IN_CONTROLLER = {
     "prefill_share": ((0.3, 0.5), [0.1, 0.2]),
     "stream_interval": (8, 2),
 }
-SEEN_ELSEWHERE = {"gpu_memory_utilization", "seed", "max_stop_ids", "run_ahead", "scheduling_policy"}
+SEEN_ELSEWHERE = {
+    "gpu_memory_utilization",
+    "seed",
+    "max_stop_ids",
+    "run_ahead",
+    "scheduling_policy",
+    "warm_up",
+}
 
 
 def test_no_field_is_left_out():
@@ -285,6 +294,9 @@ MAY_BE_AUTO = ("num_scheduler_steps", "prefill_chunk_size")
         *[("run_ahead", bad, "it must be an integer of at least 0") for bad in (-1, 1.0, "1", False)],
         *[("dtype", bad, "it must be one of auto, bfloat16, float16, float32") for bad in ("int8", "", None, 32)],
         *[("executor", bad, "it must be one of auto, scan, dispatch") for bad in ("vmap", None)],
+        *[("warm_up", bad, "it must be one of plain, all") for bad in ("some", None)],
+        ("logprobs_mode", "log", "it must be one of raw_logprobs, raw_logits, processed_logprobs, processed_logits"),
+        *[("max_logprobs", bad, "it must be an integer of at least -1") for bad in (-2, 1.5, None)],
         *[("seed", bad, "it must be an integer") for bad in (1.0, "1", None, True)],
         *[("enable_chunked_prefill", bad, "it must be True or False") for bad in (1, None, "no")],
         *[("gpu_memory_utilization", bad, "it must be in (0, 1]")

@@ -89,7 +89,7 @@ def rich_traffic(engine, seed):
 
 
 def test_nothing_compiles_with_all_features_warm(toy, compiles):
-    settings = {"num_scheduler_steps": 2, "max_num_seqs": 2, "prefill_chunk_size": 16, "num_pages": 40}
+    settings = {"num_scheduler_steps": 1, "max_num_seqs": 2, "prefill_chunk_size": 16, "num_pages": 40}
     engine = make_engine(toy("base", num_layers=1), **settings, warm_up="all")
     engine.constraints.compile(StructuredOutputsParams(**REGEX))
     compiles.clear()
