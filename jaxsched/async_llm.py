@@ -11,6 +11,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxsched.async_stream import LoopOutlet, RequestStream
@@ -22,11 +23,12 @@ from jaxsched.loading import load_engine, tokenize
 from jaxsched.metrics import Metric, RoundLog
 from jaxsched.metrics.save import save_timeline
 from jaxsched.models import ModelConfig
-from jaxsched.request import SamplingParams
+from jaxsched.request import SamplingParams, StructuredOutputsParams
 from jaxsched.text import Tokenizer
 
 __all__ = ["AsyncLLM", "EngineClosedError", "EngineDeadError", "QueueFullError", "RequestStream"]
 
+COMPILERS = 8  # threads in which constraints are compiled, or wait for another to be
 INLINE_CHARACTERS = 1000  # longer texts are tokenized in another thread
 
 
@@ -86,6 +88,7 @@ class AsyncLLM:
         self._outlets: weakref.WeakValueDictionary[int, LoopOutlet] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
         self._owns_engine = owns_engine
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jaxsched-compile")
         self._desk.runner.start()
         # The thread knows the desk and not this object, so that it ends when nobody uses this object any more.
         weakref.finalize(self, self._desk.close).atexit = False  # the runner has an exit handler of its own
@@ -122,15 +125,21 @@ class AsyncLLM:
             ticket = stream.adopt(Ticket(_check_id(stream.request_id), self._outlet()))
             self._desk.open(ticket)
             text, ids, salt = await self._tokenize(prompt)
-            if (
-                sampling.structured_outputs is not None
-            ):  # may take seconds; the engine's thread finds it compiled
-                await asyncio.to_thread(self.engine.constraints.compile, sampling.structured_outputs)
+            if sampling.structured_outputs is not None:
+                options["constraint"] = await self._compile(sampling.structured_outputs)
             options["cache_salt"] = salt
             self._desk.submit(ticket, Request(ids, sampling, text, options))
             return ticket
 
         return RequestStream(self, self._desk, _given_or_new(request_id), begin)
+
+    async def _compile(self, wanted: StructuredOutputsParams) -> Any:
+        """The constraint. What is not known yet may take seconds, in threads that serve nothing else."""
+        constraint = self.engine.constraints.known(wanted)
+        if constraint is None:
+            loop = asyncio.get_running_loop()
+            constraint = await loop.run_in_executor(self._compilers, self.engine.constraints.compile, wanted)
+        return constraint
 
     async def _tokenize(self, prompt: Any) -> tuple[str | None, Any, str]:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -154,6 +163,8 @@ class AsyncLLM:
 
         Raises ValueError when no such request runs, and what ``generate`` raises.
         """
+        if sampling_params is not None and sampling_params.structured_outputs is not None:
+            await self._compile(sampling_params.structured_outputs)  # the engine's thread finds it compiled
         stream = RequestStream(self, self._desk, _given_or_new(new_request_id), None)
         ticket = stream.adopt(Ticket(_check_id(stream.request_id), self._outlet()))
         self._desk.open(ticket)
@@ -248,6 +259,7 @@ class AsyncLLM:
             with contextlib.suppress(EngineDeadError, EngineClosedError):
                 await self.drain()
         self._desk.close()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(EngineDeadError, EngineClosedError):
             await self._ask(self._desk.watch_end)
         self._desk.runner.join()  # all that is left for it is to return

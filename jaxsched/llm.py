@@ -117,6 +117,11 @@ class LLM(Tasks):
         that. ``sampling_params`` default to the other's, with another seed. Raises ValueError when the request does
         not run any more.
         """
+        self._check_open()
+        if sampling_params is not None and sampling_params.structured_outputs is not None:
+            self.engine.constraints.compile(
+                sampling_params.structured_outputs
+            )  # the engine finds it compiled
         with self._lock, uninterrupted():
             self._check_open()
             new_id = self.engine.fork(request_id, sampling_params, sample=sample)
@@ -249,7 +254,8 @@ class LLM(Tasks):
         """Queues one prompt and enters its request in ``index_of``."""
         text, ids, salt = tokenize(self.tokenizer, prompt)
         if params.structured_outputs is not None:  # may take seconds, in which other threads go on
-            self.engine.constraints.compile(params.structured_outputs)
+            self._check_open()
+            options["constraint"] = self.engine.constraints.compile(params.structured_outputs)
         try:
             with self._lock, uninterrupted():
                 self._check_open()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
+import itertools
+import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -147,7 +149,7 @@ class Tasks:
         """
         contexts: list[Any] = as_list(prompts)
         if continuations is None:
-            pairs = [(0, ids) for ids in (list(tokenize(self.tokenizer, item)[1]) for item in contexts)]
+            pairs = [self._alone(item) for item in contexts]
             salts = [tokenize(self.tokenizer, item)[2] if isinstance(item, dict) else "" for item in contexts]
         else:
             ends: list[Any] = as_list(continuations)
@@ -170,6 +172,11 @@ class Tasks:
         _raise_if_all_refused(outputs)
         return [_score(start, ids, output) for (start, ids), output in zip(prepared, outputs, strict=True)]
 
+    def _alone(self, prompt: Any) -> tuple[int, list[int]]:
+        """A prompt whose own tokens are scored: from the second on, or from the first if it is the only one."""
+        ids = [operator.index(token) for token in tokenize(self.tokenizer, prompt)[1]]
+        return (1 if len(ids) > 1 else 0), ids
+
     def _pair(self, context: Any, end: Any) -> tuple[int, list[int]]:
         """Where the continuation begins, and the ids of both."""
         if isinstance(context, dict):
@@ -179,18 +186,20 @@ class Tasks:
             stripped = context.rstrip()
             end = context[len(stripped) :] + end
             ids, whole = (list(tokenize(self.tokenizer, text)[1]) for text in (stripped, stripped + end))
-            return len(ids), whole
+            # Where the two meet, tokens may have become others; what differs counts to the continuation, at least one.
+            same = sum(
+                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, whole, strict=False))
+            )
+            return min(same, max(len(whole) - bool(end), 0)), whole
         if isinstance(context, str) or isinstance(end, str):
             raise ValueError("score: prompt and continuation must both be text, or both token ids")
-        return len(context), [*context, *end]
+        return len(context), [operator.index(token) for token in (*context, *end)]
 
     def _scorable(self, start: int, ids: list[int]) -> tuple[int, list[int]]:
         """There must be a token before the first that is scored: if there is none, the beginning of sequence."""
-        if start > 0 or (start == 0 and len(ids) > 1):
-            return max(start, 1), ids
         bos = self.engine.bos_token_id
-        if bos is None:
-            return 1, ids
+        if start > 0 or bos is None:
+            return max(start, 1), ids
         return 1, [bos, *ids]
 
     # -- embedding -----------------------------------------------------------------------------------------------
@@ -237,7 +246,7 @@ class Tasks:
         Beams share the KV pages of what they have in common. Raises ValueError when ``2 * beam_width`` log-
         probabilities are more than ``max_logprobs``, or a prompt cannot be served.
         """
-        most = self.engine.resolved.logprob_widths[-1]
+        most, longest = self.engine.resolved.logprob_widths[-1], self.engine.resolved.limits.max_model_len
         if 2 * params.beam_width > most:
             raise ValueError(
                 f"beam_width is {params.beam_width}, which takes {2 * params.beam_width} log-probabilities per token; "
@@ -250,7 +259,7 @@ class Tasks:
             temperature=0, max_tokens=1, logprobs=2 * params.beam_width, detokenize=False, ignore_eos=True
         )
         eos = () if params.ignore_eos else self.engine.eos_token_ids
-        for _ in tqdm(range(params.max_tokens), desc="Tokens", disable=not use_tqdm):
+        for _ in tqdm(range(min(params.max_tokens, longest)), desc="Tokens", disable=not use_tqdm):
             asked = [(i, beam) for i, beams in enumerate(going) for beam in beams]
             if not asked:
                 break

@@ -56,7 +56,9 @@ def load(path: Path) -> Model:
 
 def make_engine(model: Model, **settings: Any) -> Engine:
     """An engine with the settings SMALL unless told otherwise; ``clock`` and ``bos_token_id`` go to Engine itself."""
-    engine_only = {name: settings.pop(name) for name in ("clock", "bos_token_id") if name in settings}
+    engine_only = {
+        name: settings.pop(name) for name in ("clock", "bos_token_id", "tokenizer") if name in settings
+    }
     config = EngineConfig(**{**SMALL, **settings})
     resolved = config.resolve(model.config, "cpu")
     options = {

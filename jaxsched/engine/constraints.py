@@ -37,6 +37,11 @@ class Constraints:
         spec: Any = wanted
         return self._compiler.compile(spec)
 
+    def known(self, wanted: StructuredOutputsParams) -> Constraint | None:
+        """The constraint if it has been compiled. Raises as ``compile`` if it has been refused."""
+        spec: Any = wanted
+        return None if self._compiler is None else self._compiler.known(spec)
+
     def close(self) -> None:
         """Ends the compiler's process."""
         if self._compiler is not None:

@@ -79,9 +79,12 @@ def restore(engine: Engine, saved: EngineSnapshot) -> None:
     engine.pipeline.flights.clear()
     engine.requests.forget_news()
     engine.executor.state = jax.device_put(saved.state)
-    engine.executor.reload_controls(scheduler.running)
     engine.requests.by_id, engine.requests.pieces = by_id, pieces
     engine.scheduler, engine.count, engine.seed = scheduler, count, seed
+    for sequence in scheduler.running:  # this device may have another place for its automaton, or none
+        if sequence.guide is not None:
+            sequence.hosted = not sequence.guide.on_device()
+    engine.executor.reload_controls(scheduler.running)
     engine._broken, engine.asleep = None, False
     engine.generation += 1
     engine._set_gauges()
@@ -149,7 +152,8 @@ def fork(
         client=parent.client,
         stream=stream,
     )
-    for sequence in engine.requests.by_id[child].sequences:
+    made = engine.requests.by_id.get(child)
+    for sequence in [] if made is None else made.sequences:  # None: there was no room for a token
         sequence.salt = parent.salt
         if same and sequence.guide is not None:  # the child goes on within the same text
             sequence.guide.prefix = (*parent.guide.prefix, *parent.output)

@@ -26,6 +26,8 @@ from jaxsched.step.controls import FREE, IN_PROMPT, MAX_BAD_WORD_TOKENS, neutral
 
 from .guide import Places
 
+REPETITION = (1e-30, 1e30)  # beyond, float32 would make infinities of logits
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ControlSpec:
@@ -67,7 +69,7 @@ def control_row(spec: ControlSpec, sequence: Sequence, vocab: int) -> ControlRow
         state = guide.device_state(sequence.output)
     return dataclasses.replace(
         row,
-        repetition=np.float32(spec.repetition),
+        repetition=np.float32(np.clip(spec.repetition, *REPETITION)),
         frequency=np.float32(spec.frequency),
         presence=np.float32(spec.presence),
         biased=np.bool_(spec.biased),

@@ -117,13 +117,14 @@ class Engine:
         stream: bool = True,
         pooling: str = "",
         prompt_start: int = 0,
+        constraint: Any = None,
     ) -> str:
         """Checks and queues a request; returns its id.
 
         ``priority`` (lower is sooner), ``client`` and ``deadline`` (seconds of the engine's clock) are for the
         policies that go by them. Prompts share cached pages only under equal ``cache_salt``. ``stream``: somebody reads
         the pieces as they come, so rounds are kept short. ``pooling``: "last" or "mean" hidden state of the prompt.
-        ``prompt_start``: prompt log-probabilities are wanted of the tokens behind this row and later.
+        ``prompt_start``: prompt log-probabilities are wanted from this row on. ``constraint``: if compiled already.
         Raises ValueError that names what was asked, the limit and the remedy. Nothing is queued then.
         """
         params = SamplingParams() if params is None else params
@@ -133,9 +134,8 @@ class Engine:
                 f"request id {request_id!r} is already running; use another or wait until it has finished"
             )
         order = Order(priority, client, deadline, cache_salt, stream)
-        sequences, report = make_sequences(
-            self, request_id, prompt_token_ids, params, order, pooling, prompt_start
-        )
+        more = (pooling, prompt_start, constraint)
+        sequences, report = make_sequences(self, request_id, prompt_token_ids, params, order, *more)
         return self._queue(request_id, sequences, params, prompt, report)
 
     @uninterrupted()

@@ -137,6 +137,7 @@ def make_sequences(
     order: Order,
     pooling: str = "",
     prompt_start: int = 0,
+    constraint: Any = None,
 ) -> tuple[list[Sequence], PromptReport | None]:
     """The sequences of a request, one for each of its n samples, and what is reported of its prompt.
 
@@ -155,7 +156,7 @@ def make_sequences(
     salt: bytes | None = order.cache_salt.encode(errors="surrogatepass")
     if not resolved.limits.prefix_caching:  # then only the samples of one request share pages
         salt = f"request {engine.count}".encode() if params.n > 1 else None
-    guides = [guide_for(params, engine) for _ in range(params.n)]
+    guides = [guide_for(params, engine, constraint) for _ in range(params.n)]
     row = sampling_row(params, seed, stop_ids, vocab)
     row = dataclasses.replace(row, **reported(params, report, engine), spec=control_spec(params, engine))
     if guides[0] is not None or row.spec != NO_CONTROLS:

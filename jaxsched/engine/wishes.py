@@ -34,12 +34,14 @@ def control_spec(params: SamplingParams, engine: Engine) -> ControlSpec:
     check_ids("allowed_token_ids", allowed or (), vocab)
     check_ids("logprob_token_ids", listed, vocab)
     words = bad_words(params.bad_words, engine)
+    if params.stop and engine.tokenizer is None:
+        raise ValueError("stop has strings, and this checkpoint has no tokenizer; use stop_token_ids")
     bias |= {word[0]: FORBIDDEN for word in words if len(word) == 1}
     return ControlSpec(
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
-        min_tokens=params.min_tokens,
+        min_tokens=min(params.min_tokens, engine.resolved.limits.max_model_len),
         bias=tuple(bias.items()),
         allowed=None if allowed is None else tuple(allowed),
         bad_words=tuple(word for word in words if len(word) > 1),
@@ -50,7 +52,7 @@ def control_spec(params: SamplingParams, engine: Engine) -> ControlSpec:
 def bad_words(words: Iterable[str], engine: Engine) -> list[tuple[int, ...]]:
     """The token sequences of bad words: as they are, and as they are behind a space."""
     if words and engine.tokenizer is None:
-        raise ValueError("bad_words are strings, and this checkpoint has no tokenizer; use logit_bias")
+        raise ValueError("bad_words are strings, and this checkpoint has no tokenizer; use allowed_token_ids")
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         assert engine.tokenizer is not None
@@ -86,11 +88,12 @@ def logprob_width(name: str, wanted: int | None, engine: Engine) -> int:
     return width
 
 
-def guide_for(params: SamplingParams, engine: Engine) -> Guide | None:
-    """What the output must follow. Raises ValueError for a constraint that cannot be met."""
+def guide_for(params: SamplingParams, engine: Engine, constraint: Any) -> Guide | None:
+    """What the output must follow; ``constraint`` if it has been compiled. Raises ValueError if it cannot be met."""
     if params.structured_outputs is None:
         return None
-    constraint: Any = engine.constraints.compile(params.structured_outputs)
+    if constraint is None:
+        constraint = engine.constraints.compile(params.structured_outputs)
     return Guide(
         constraint, engine.executor.controls.places, not params.ignore_eos and bool(engine.eos_token_ids)
     )

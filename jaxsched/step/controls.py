@@ -163,7 +163,8 @@ def controlled(logits: Float[Array, "S V"], controls: Controls, slots: SlotState
     def column(x: Array) -> Array:
         return x[:, None]
 
-    scores = logits + jnp.where(column(rows.biased), bias, 0)
+    bias = jnp.where(column(rows.biased), bias, 0)
+    scores = logits + bias
     seen, in_output = counts > 0, counts & ~IN_PROMPT
     weight = jnp.where(seen, column(rows.repetition), 1)
     scores = jnp.where(scores > 0, scores / weight, scores * weight)
@@ -173,7 +174,7 @@ def controlled(logits: Float[Array, "S V"], controls: Controls, slots: SlotState
     words |= jnp.where(column(ends), pool.eos, 0)
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(count, -1)[:, :vocab] > 0
-    scores = jnp.where(allowed, scores, -jnp.inf)
+    scores = jnp.where(allowed & (bias > -jnp.inf), scores, -jnp.inf)  # whatever the penalties made of it
     early = column(slots.output_pos < rows.min_tokens) & (slots.stop_ids != NO_TOKEN)
     forbidden = jnp.where(early, slots.stop_ids, vocab)
     matches = (rows.bad_prefix == ANY) | (rows.bad_prefix == rows.recent[:, None])

@@ -103,6 +103,12 @@ class ConstraintCompiler:
             raise ValueError(str(error))  # a new one: each raise adds to the traceback of an exception
         return future.result()
 
+    def known(self, spec: StructuredOutputs) -> Constraint | None:
+        """The constraint if it has been compiled, without waiting. Raises as ``compile`` if it has been refused."""
+        with self._lock:
+            future = self._cache.get(read_spec(spec))
+        return self.compile(spec) if future is not None and future.done() else None
+
     def close(self) -> None:
         """Ends the process that compiles and forgets what was compiled. A later ``compile`` starts anew."""
         with self._lock:
@@ -176,6 +182,8 @@ class ConstraintCompiler:
             why = f"more than {error}"
         except RecursionError:
             why = "nested deeply"
+        except TypeError:  # a value where it cannot be, such as a list among the names of ``required``
+            why = "schema not understood"
         else:
             if automaton is not None:
                 return self._device(spec, "json", automaton)

@@ -8,6 +8,7 @@ from typing import Any
 
 _REMEDY = "rewrite the regex without it, or use a grammar"
 # In the order of a scan; what begins with these has no finite automaton or no meaning where the whole text matches.
+_NEGATED, _VERBOSE = re.compile(r"\^?\]?"), re.compile(r"\(\?[a-zA-Z-]*x")
 _GROUPS = {
     "(?=": "lookahead",
     "(?!": "lookahead",
@@ -46,7 +47,7 @@ def checked_regex(regex: str) -> str:
             at += 1
         elif character == "[":
             classes += 1
-            at += len(re.match(r"\^?\]?", body[at + 1 :])[0])  # type: ignore[index] # "" matches always
+            at += len(_NEGATED.match(body, at + 1)[0])  # type: ignore[index] # "" matches always
         elif character == "]" and classes:
             classes -= 1
         elif not classes and character in "^$":
@@ -56,7 +57,7 @@ def checked_regex(regex: str) -> str:
             for start, name in _GROUPS.items():
                 if body.startswith(start, at):
                     raise _refused(regex, start, name)
-            if flags := re.match(r"\(\?[a-zA-Z-]*x", body[at:]):
+            if flags := _VERBOSE.match(body, at):
                 raise _refused(regex, flags[0], "the flag x")
         elif not classes and character == ")":
             groups -= 1

@@ -16,6 +16,10 @@ from .regex import NotRegular, in_json_string
 
 Schema = dict[str, Any]
 
+MAX_BRANCHES, MAX_PAIRS = (
+    200,
+    100_000,
+)  # of a oneOf, and of values of two enums, that are compared with each other
 MAX_NODES = 5_000  # of a schema with its references resolved
 _ANNOTATIONS = {
     *(
@@ -120,6 +124,8 @@ class _Lowering:
         if not isinstance(branches, list) or not branches:
             raise NotFinite(f"{name} without branches")
         parts = [self.visit(branch, references) for branch in branches]
+        if name == "oneOf" and len(parts) > MAX_BRANCHES:
+            raise NotFinite(f"oneOf with more than {MAX_BRANCHES} branches")
         if name == "oneOf" and not all(_exclusive(a, b) for i, a in enumerate(parts) for b in parts[:i]):
             raise NotFinite("oneOf with branches that overlap")
         return {"anyOf": parts}
@@ -257,6 +263,8 @@ def _exclusive(a: Schema, b: Schema) -> bool:
         return _exclusive(b, a)
     if "enum" in a:
         if "enum" in b:
+            if len(a["enum"]) * len(b["enum"]) > MAX_PAIRS:
+                return False  # nobody waits for that many comparisons
             # As text, but for numbers: 1 and 1.0 are equal.
             return all(x != y for x in a["enum"] for y in b["enum"])
         return not any(_is(value, b["type"]) for value in a["enum"])

@@ -38,6 +38,7 @@ class DfaWorker:
     def __init__(self, max_states: int, time_limit: float, memory_limit: int):
         self._max_states, self._time_limit, self._memory_limit = max_states, time_limit, memory_limit
         self._lock = threading.Lock()
+        self._closings = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., Any] | None = None
 
@@ -50,13 +51,23 @@ class DfaWorker:
         return self._ask({"schema": schema, "whitespace": whitespace})
 
     def close(self) -> None:
-        """Ends the process. A later request starts a new one."""
+        """Ends the process; requests that wait or run fail with RuntimeError. A later one starts a new process."""
+        self._closings += 1
+        process = self._process
+        if process is not None:
+            process.kill()  # whoever waits for its answer lets go of the lock
         with self._lock:
             self._stop()
 
+    def _check(self, closings: int) -> None:
+        if self._closings != closings:
+            raise RuntimeError("the compiler of structured outputs was closed meanwhile")
+
     def _ask(self, request: dict[str, Any]) -> ByteDfa:
         line = json.dumps({**request, "max_states": self._max_states}).encode() + b"\n"
+        closings = self._closings
         with self._lock:
+            self._check(closings)
             process = self._running()
             expired = threading.Event()
 
@@ -72,6 +83,7 @@ class DfaWorker:
                 header, edges = _exchange(process, line)
             except (EOFError, OSError) as error:
                 self._stop()
+                self._check(closings)
                 # SIGXCPU may come before the timer; both mean the same.
                 late = expired.is_set() or time.monotonic() - began > 0.9 * self._time_limit
                 kind, limit = (
@@ -108,6 +120,7 @@ class DfaWorker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C at the terminal is for the parent alone
             )
             self._end = weakref.finalize(self, _end, process)  # also when nobody closes this
         return self._process

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxsched.structured import AutomatonMatcher, ConstraintCompiler, GrammarMatcher
+from jaxsched.structured.regex import checked_regex
+from jaxsched.structured.schema import NotFinite, lower
 from jaxsched.text import Tokenizer
 from structured.suite import PERSON, SUITE, TREE, params
 from toys import EOS
@@ -148,3 +150,72 @@ def test_importing_loads_no_library() -> None:
     code = f"import sys, jaxsched.structured.compiler\nassert not {heavy} & set(sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
+SLOW = r"(a|b)*a(a|b){20}x"  # takes until the limit
+
+
+def test_closing_ends_what_is_being_compiled(byte_level):
+    """Nobody waits for compilations that nobody wants any more."""
+    compiler = ConstraintCompiler(byte_level, byte_level.vocab_size, [EOS], time_limit=60.0)
+    errors = []
+
+    def compile_(number):
+        try:
+            compiler.compile(params(regex=SLOW + str(number)))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=compile_, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while compiler._worker._process is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    began = time.monotonic()
+    compiler.close()
+    for thread in threads:
+        thread.join(20)
+    assert time.monotonic() - began < 5 and len(errors) == 3
+    assert all(isinstance(error, RuntimeError) and "closed" in str(error) for error in errors)
+    assert compiler.compile(params(regex="ab")).level == "device"  # it can be used again
+    compiler.close()
+
+
+def test_known_constraints_need_no_waiting(byte_level):
+    compiler = ConstraintCompiler(byte_level, byte_level.vocab_size, [EOS])
+    assert compiler.known(params(regex="ab")) is None
+    made = compiler.compile(params(regex="ab"))
+    assert compiler.known(params(regex="ab")) is made
+    with pytest.raises(ValueError, match="regex"):
+        compiler.compile(params(regex="(a"))
+    with pytest.raises(ValueError, match="regex"):
+        compiler.known(params(regex="(a"))
+    compiler.close()
+
+
+def test_an_interrupt_of_the_terminal_is_not_for_the_worker(byte_level):
+    compiler = ConstraintCompiler(byte_level, byte_level.vocab_size, [EOS])
+    compiler.compile(params(regex="ab"))
+    assert os.getsid(compiler._worker._process.pid) != os.getsid(0)
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"enum": [*range(60000)]}, {"enum": [*range(100000, 160000)]}]},
+        {"oneOf": [{"const": i} for i in range(4900)]},
+    ],
+    ids=["values", "branches"],
+)
+def test_comparing_is_bounded(schema):
+    with pytest.raises(NotFinite):
+        lower(schema)
+
+
+def test_long_regexes_are_checked_in_one_pass():
+    began = time.monotonic()
+    checked_regex("(a)" * 100_000 + "[b]" * 100_000)
+    assert time.monotonic() - began < 5
