@@ -192,7 +192,9 @@ class Tasks:
             )
             return min(same, max(len(whole) - bool(end), 0)), whole
         if isinstance(context, str) or isinstance(end, str):
-            raise ValueError("score: prompt and continuation must both be text, or both token ids")
+            raise ValueError(
+                "score: prompt and continuation must both be text, or both token ids, and not lists of texts"
+            )
         return len(context), [operator.index(token) for token in (*context, *end)]
 
     def _scorable(self, start: int, ids: list[int]) -> tuple[int, list[int]]:

@@ -151,6 +151,7 @@ def fork(
         priority=parent.priority,
         client=parent.client,
         stream=stream,
+        constraint=parent.guide.constraint if same and parent.guide is not None else None,
     )
     made = engine.requests.by_id.get(child)
     for sequence in [] if made is None else made.sequences:  # None: there was no room for a token

@@ -130,7 +130,7 @@ class Executor:
             self._noticed.add(features)
             logger.warning(
                 "compiling programs for what a request asks for the first time: %s; this takes some seconds per "
-                'program, once; warm_up="all" does it when the engine is made',
+                'program, less with a warm disk cache; warm_up="all" does it when the engine is made',
                 _described(features),
             )
 

@@ -216,7 +216,7 @@ class ConstraintCompiler:
         except ValueError as error:
             reason = "" if spec.kind in why else f" ({why})"
             raise ValueError(
-                f"structured_outputs.{spec.kind}{reason} is refused: {error}; change it"
+                f"structured_outputs.{spec.kind}{reason} is refused: {error}; write it in another way"
             ) from error
 
     def _too_large(self, name: str, value: str, what: str) -> ValueError:

@@ -116,15 +116,19 @@ def check_logprobs(result, run, which="raw", value="chosen"):
         check_place(result.logprobs[i], token, run[which], i, value)
 
 
+# Toy and N; each engine compiles its own programs, so by default each toy and each N comes once.
+WHERE = [("base", 4), ("gqa3", 1)]
+WHERE += [pytest.param(*pair, marks=pytest.mark.slow) for pair in (("base", 1), ("gqa3", 4))]
+
+
 def test_the_goldens_have_every_case():
     assert len(CASES) == 20
     assert len(GOLDENS["runs"]) == len(PROMPTS) * len(CASES)
     assert {run["finish_reason"] for run in GOLDENS["runs"]} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(("name", "steps"), WHERE)
 def test_a_control(name, case, steps, engine_of):
     """Each case by itself: tokens, how they ended, and the model's own distribution at each of them."""
     runs = runs_of(name, case)
@@ -133,8 +137,7 @@ def test_a_control(name, case, steps, engine_of):
         check_logprobs(result, run)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(("name", "steps"), WHERE)
 def test_all_cases_in_one_batch(name, steps, engine_of):
     """More requests than slots, in an order in which neighbours differ; half of them report log-probabilities."""
     runs = runs_of(name)
@@ -179,8 +182,7 @@ def test_cumulative_logprob(engine_of):
         assert sums[name] == pytest.approx(sum(run["raw"]["chosen"]), abs=24 * CLOSE)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(("name", "steps"), WHERE)
 def test_prompt_logprobs(name, steps, engine_of):
     """Prompts of 70 tokens, in chunks of 16, beside a request that wants none."""
     entries = [e for e in GOLDENS["prompt_logprobs"] if PROMPTS[e["prompt"]]["toy"] == name]

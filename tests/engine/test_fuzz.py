@@ -64,7 +64,7 @@ SOME = st.lists(st.sampled_from(sorted(FIELDS)), max_size=9, unique=True).flatma
 
 @functools.cache
 def engine_of(model):
-    return make_engine(model, num_pages=34, max_num_seqs=3)
+    return make_engine(model, num_pages=34, max_num_seqs=3, num_scheduler_steps=1, executor="dispatch")
 
 
 def served(engine, fields, prompt) -> bool:
