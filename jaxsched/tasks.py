@@ -8,6 +8,7 @@ import heapq
 import itertools
 import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,8 +150,7 @@ class Tasks:
         """
         contexts: list[Any] = as_list(prompts)
         if continuations is None:
-            pairs = [self._alone(item) for item in contexts]
-            salts = [tokenize(self.tokenizer, item)[2] if isinstance(item, dict) else "" for item in contexts]
+            asked = [partial(self._alone, item) for item in contexts]
         else:
             ends: list[Any] = as_list(continuations)
             if len(contexts) == 1:
@@ -159,18 +159,22 @@ class Tasks:
                 raise ValueError(
                     f"{len(ends)} continuations for {len(contexts)} prompts; give one for each, or one prompt"
                 )
-            pairs = [self._pair(context, end) for context, end in zip(contexts, ends, strict=True)]
-            salts = [item.get("cache_salt") or "" if isinstance(item, dict) else "" for item in contexts]
-        prepared = [self._scorable(start, ids) for start, ids in pairs]
+            asked = [partial(self._pair, context, end) for context, end in zip(contexts, ends, strict=True)]
+        salts = [item.get("cache_salt") or "" if isinstance(item, dict) else "" for item in contexts]
+        results: list[ScoreOutput] = [ScoreOutput([], []) for _ in asked]
+        good: dict[int, tuple[int, list[int]]] = {}
+        for index, ask in enumerate(asked):
+            try:
+                good[index] = self._scorable(*ask())
+            except ValueError as error:  # it fails alone
+                results[index].error = error
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
-        options = [{"prompt_start": max(start - 1, 0)} for start, _ in prepared]
-        items: list[Any] = [
-            {"prompt_token_ids": ids, "cache_salt": salt}
-            for (_, ids), salt in zip(prepared, salts, strict=True)
-        ]
-        outputs = self._outputs(items, params, options, use_tqdm)
-        _raise_if_all_refused(outputs)
-        return [_score(start, ids, output) for (start, ids), output in zip(prepared, outputs, strict=True)]
+        items: list[Any] = [{"prompt_token_ids": ids, "cache_salt": salts[i]} for i, (_, ids) in good.items()]
+        options = [{"prompt_start": max(start - 1, 0)} for start, _ in good.values()]
+        for index, output in zip(good, self._outputs(items, params, options, use_tqdm), strict=True):
+            results[index] = _score(*good[index], output)
+        _raise_if_all_refused(results)
+        return results
 
     def _alone(self, prompt: Any) -> tuple[int, list[int]]:
         """A prompt whose own tokens are scored: from the second on, or from the first if it is the only one."""
@@ -200,8 +204,13 @@ class Tasks:
     def _scorable(self, start: int, ids: list[int]) -> tuple[int, list[int]]:
         """There must be a token before the first that is scored: if there is none, the beginning of sequence."""
         bos = self.engine.bos_token_id
-        if start > 0 or bos is None:
-            return max(start, 1), ids
+        if start > 0:
+            return start, ids
+        if bos is None:
+            raise ValueError(
+                "there is no token before the first that is to be scored, and the model has no beginning-of-sequence "
+                "token; give a prompt"
+            )
         return 1, [bos, *ids]
 
     # -- embedding -----------------------------------------------------------------------------------------------
@@ -323,7 +332,7 @@ def _score(start: int, ids: list[int], output: RequestOutput) -> ScoreOutput:
     return ScoreOutput(ids[:start], scored, float(sum(logprobs)), logprobs, greedy)
 
 
-def _raise_if_all_refused(outputs: list[RequestOutput]) -> None:
+def _raise_if_all_refused(outputs: Sequence[RequestOutput | ScoreOutput]) -> None:
     if outputs and all(output.error is not None for output in outputs):
         error = outputs[0].error
         assert error is not None

@@ -46,6 +46,19 @@ def test_an_empty_prompt_scores_all_of_the_continuation(llm, toy):
     assert one.token_ids == [4] and type(one.token_ids[0]) is int
 
 
+def test_what_cannot_be_scored_fails_alone(llm, monkeypatch):
+    good, surrogate, mixed, long = score(llm, ["ok", "\ud800", "a", "b"], ["a", "b", [1], "c" * 99])
+    assert good.error is None and good.logprob < 0 and len(good.token_ids) == 1
+    assert all(
+        isinstance(one.error, ValueError) and not one.token_logprobs for one in (surrogate, mixed, long)
+    )
+    with pytest.raises(ValueError, match="must both be text"):
+        score(llm, "a", [[1]])
+    monkeypatch.setattr(llm.engine, "bos_token_id", None)
+    with pytest.raises(ValueError, match="no token before the first"):
+        score(llm, [[]], [[5]])
+
+
 def test_beams_end_with_the_context(llm):
     [output] = llm.beam_search("x", BeamSearchParams(beam_width=1, max_tokens=2**70))
     assert len(output.outputs[0].token_ids) <= SMALL["max_model_len"]

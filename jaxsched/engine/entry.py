@@ -17,7 +17,7 @@ from jaxsched.schedule import Sequence
 
 from .pack import NO_CONTROLS, SamplingRow
 from .reports import PromptReport
-from .wishes import control_spec, guide_for, logprob_width, prompt_report
+from .wishes import check_ids, control_spec, guide_for, logprob_width, prompt_report
 
 if TYPE_CHECKING:
     from .core import Engine
@@ -54,11 +54,7 @@ def check_stop_ids(
     params: SamplingParams, eos_token_ids: Seq[int], vocab: int, max_stop_ids: int
 ) -> tuple[int, ...]:
     """All ids that end the request."""
-    for token in params.stop_token_ids:
-        if token >= vocab:
-            raise ValueError(
-                f"stop_token_ids has {token}, out of range; the model's vocabulary is 0..{vocab - 1}"
-            )
+    check_ids("stop_token_ids", params.stop_token_ids, vocab)
     eos = () if params.ignore_eos else eos_token_ids
     stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
     if len(stop_ids) > max_stop_ids:

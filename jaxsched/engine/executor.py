@@ -17,7 +17,7 @@ from jaxsched.schedule import MixedStep, RoundPlan, Sequence
 from jaxsched.step import NO_TOKEN, EngineState, Features, StepOutputs, init_controls
 from jaxsched.step.programs import Programs, Segment, feature_sets, program_keys
 
-from .controls import ControlLoader
+from .control_rows import ControlLoader
 from .guide import Places
 from .pack import pack_chunks, pack_updates
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxsched.step.controls import EDGES, STATES, mask_rows, mask_words
+from jaxsched.schedule import Finish
+from jaxsched.step.controls import EDGES, STATES, mask_rows, mask_words, token_mask
 
 
 class Region:
@@ -69,9 +70,7 @@ class Places:
         self._room = tuple(region.stop - region._free[0][0] for region in self._regions)
         self._places: dict[str, Place] = {}  # least recently used first
         self._running = running
-        self.eos = np.zeros(self.words, np.uint32)
-        for token in self.eos_token_ids:
-            self.eos[token // 32] |= np.uint32(1 << (token % 32))
+        self.eos = token_mask(self.eos_token_ids, vocab)
 
     def fits(self, automaton: Any) -> bool:
         """Whether the automaton fits into an empty pool."""
@@ -170,25 +169,28 @@ class Guide:
         assert state >= 0, "the output does not follow the constraint"
         return self.places[automaton.key].at[1] + state
 
-    def follow(self, output: list[int]) -> bool:
-        """Takes what is new in ``output`` and prepares the next mask; True when nothing can follow any more."""
+    def follow(self, output: list[int]) -> Finish | None:
+        """Takes what is new in ``output`` and prepares the next mask.
+
+        STOP when nothing can follow any more, ERROR when the matcher gives up (a parser has limits of its own).
+        """
         if self._matcher is None:
             self._matcher = self.constraint.matcher()
+        self._words = np.zeros(self.places.words, np.uint32)
         tokens = (*self.prefix, *output) if self.prefix else output
         for token in tokens[self._followed :]:
-            assert self._matcher.push(token), f"token {token} does not follow the constraint"
+            if not self._matcher.push(token):
+                return Finish.ERROR
         self._followed = len(tokens)
         if self._matcher.final:
-            return True
-        words = np.zeros(self.places.words, np.uint32)
-        self._matcher.allowed(words)
+            return Finish.STOP
+        self._matcher.allowed(self._words)
         if self.eos_allowed and self._matcher.accepting:
-            words |= self.places.eos
-        self._words = words
-        return False
+            self._words |= self.places.eos
+        return None
 
     def words(self, output: list[int]) -> np.ndarray:
-        """The mask of what may follow ``output``, ``[U]``."""
+        """The mask of what may follow ``output``, ``[U]``; empty where nothing may, which the device finds out."""
         if self._words is None or self._followed != len(self.prefix) + len(output):
             self.follow(output)
         assert self._words is not None

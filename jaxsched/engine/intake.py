@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxsched.schedule import RoundPlan, Scheduler
+from jaxsched.schedule import Finish, RoundPlan, Scheduler
 
 from .executor import Landed
 from .requests import RequestTable
@@ -22,6 +22,8 @@ def intake(scheduler: Scheduler, requests: RequestTable, plan: RoundPlan, landed
         keep = requests.read(taken)
         if keep is not None:
             tokens = scheduler.cut(plan, taken, keep)
-        elif sequence.hosted and sequence.finish is None and sequence.guide.follow(sequence.output):
-            scheduler.cut(plan, taken, len(tokens))
+        elif sequence.hosted and sequence.finish in (None, Finish.LENGTH):
+            end = sequence.guide.follow(sequence.output)
+            if end is Finish.STOP or (end and sequence.finish is None):
+                scheduler.cut(plan, taken, len(tokens), end)
         requests.add_news(taken, tokens, outputs.logprobs)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxsched.schedule import MixedStep, RoundPlan
 from jaxsched.step import Chunks, SlotUpdates
 
-from .controls import ControlSpec
+from .control_rows import ControlSpec
 
 NO_CONTROLS = ControlSpec()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsched.request import SamplingParams
 from jaxsched.step.controls import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
-from .controls import ControlSpec
+from .control_rows import ControlSpec
 from .guide import Guide
 from .reports import PromptReport
 

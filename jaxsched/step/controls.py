@@ -15,6 +15,7 @@ words, K tokens of one, J listed ids.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -110,6 +111,14 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
+def token_mask(tokens: Iterable[int], vocab: int) -> np.ndarray:
+    """A mask of some tokens, uint32 ``[U]``."""
+    mask = np.zeros(mask_words(vocab), np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << (token % 32))
+    return mask
+
+
 def mask_rows(num_slots: int, vocab: int) -> int:
     """R: masks that the pool holds, those of the slots included."""
     return num_slots + 1 + min(4096, MASK_BYTES // (4 * mask_words(vocab)))
@@ -120,9 +129,6 @@ def init_controls(num_slots: int, vocab: int, eos_token_ids: tuple[int, ...] = (
     words, states = mask_words(vocab), num_slots + 1 + STATES
     masks = np.zeros((mask_rows(num_slots, vocab), words), np.uint32)
     masks[0] = 0xFFFF_FFFF
-    eos = np.zeros(words, np.uint32)
-    for token in eos_token_ids:
-        eos[token // 32] |= np.uint32(1 << (token % 32))
     own = np.zeros(states, np.int32)
     own[: num_slots + 1] = np.arange(num_slots + 1)
     accepting = np.zeros(states, bool)
@@ -138,7 +144,7 @@ def init_controls(num_slots: int, vocab: int, eos_token_ids: tuple[int, ...] = (
         edge_end=jnp.zeros(states, jnp.int32),
         edge_token=jnp.zeros(EDGES, jnp.int32),
         edge_next=jnp.zeros(EDGES, jnp.int32),
-        eos=jnp.asarray(eos),
+        eos=jnp.asarray(token_mask(eos_token_ids, vocab)),
     )
     return Controls(
         rows=jax.tree.map(jnp.asarray, neutral_rows(num_slots, vocab)),

@@ -190,7 +190,9 @@ class RoundOutputs:
 
     tokens: Int[Array, "N S"]  # NO_TOKEN where the slot sampled nothing in that step
     finish: Int[Array, "S"]  # FINISH_* after the round
-    logprobs: Logprobs | None = None  # of the sampled tokens, [N, S]
+    logprobs: Logprobs | None = None  # of the sampled tokens, [N, slots of the shape]
+    prompt_logprobs: Logprobs | None = None  # as in StepOutputs, of the mixed steps
+    prompt_hidden: Float[Array, "M C E"] | None = None
 
     @property
     def valid(self) -> Bool[Array, "N S"]:

@@ -118,6 +118,10 @@ def _step(
     """One forward pass over slots ``0..slots-1`` and, in a mixed step, the chunk (its arrays without the M axis)."""
     if slots > state.num_slots:
         raise ValueError(f"slots is {slots}, but the state has {state.num_slots}; use at most that many")
+    if features.controls and state.controls is None:
+        raise ValueError(
+            "features.controls is on, but the state has no controls; give it those of init_controls"
+        )
     rows = jax.tree.map(lambda a: a[:slots], state.slots)
     live = rows.live & granted(state.controls, slots) if features.controls else rows.live
     if chunk is not None:
@@ -281,4 +285,5 @@ def run_round(
         logprobs = jax.tree.map(lambda *x: jnp.concatenate(x), *(part.logprobs for part in parts))
     unused = state.num_slots - shape.slots
     tokens = jnp.pad(tokens, ((0, 0), (0, unused)), constant_values=NO_TOKEN)
-    return state, RoundOutputs(tokens, state.slots.finish, logprobs)
+    prompt = (parts[0].prompt_logprobs, parts[0].prompt_hidden)
+    return state, RoundOutputs(tokens, state.slots.finish, logprobs, *prompt)

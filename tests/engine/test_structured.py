@@ -8,6 +8,7 @@ import pytest
 from harness import Result, assert_idle, collect, drain, make_engine, run_all
 from jaxsched import SamplingParams, StructuredOutputsParams
 from jaxsched.engine.guide import Region
+from jaxsched.structured import GrammarMatcher
 from structured.suite import SUITE
 
 SETTINGS = {
@@ -190,3 +191,23 @@ def test_a_fork_goes_on_within_the_constraint(toy):
         for token in engine.tokenizer.encode(whole, add_special_tokens=False):
             assert constraint.push(token), whole
         assert constraint.final or constraint.accepting
+
+
+def test_a_matcher_that_gives_up_ends_its_request_alone(toy, monkeypatch):
+    """A parser has limits of its own and may refuse what it has allowed."""
+    monkeypatch.setattr(GrammarMatcher, "push", lambda matcher, token: False)
+    engine = make_engine(toy("base", num_layers=1))
+    params = SamplingParams(temperature=1, seed=0, max_tokens=12, structured_outputs=NUMBERS)
+    bystander = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    [broken, alive] = run_all(engine, [([1, 2], params), ([2], bystander)])
+    assert broken.finish_reason == "error" and len(broken.ids) == 1 and len(alive.ids) == 20
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("spec", [{"choice": ["ab"]}, {"grammar": 'start: "ab"'}], ids=["device", "host"])
+def test_a_text_that_is_complete_at_the_limit_is_complete(toy, spec):
+    engine = make_engine(toy("base", num_layers=1))
+    for limit, reason in ((1, "length"), (2, "stop"), (3, "stop")):
+        params = SamplingParams(temperature=0, max_tokens=limit, structured_outputs=spec)
+        [result] = run_all(engine, [([1, 2], params)])
+        assert (result.finish_reason, result.text) == (reason, "ab"[:limit])

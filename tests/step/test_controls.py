@@ -189,12 +189,13 @@ def test_automata_on_the_device(controls, slots):
             for token, got in zip(tokens.tolist(), np.asarray(after).tolist(), strict=True):
                 assert token not in moves or got == base + moves[token]
     sampled = np.array([True, False, False, False])
-    last = places[0][0].moves[3]
-    token = next((t for t, n in last.items() if n == 69), None)
-    if token is not None:
-        controls = load_row(controls, np.int32(0), row(state=places[0][1] + 3))
-        _, complete = advance_controls(controls, sampled, np.full(SLOTS, token, np.int32))
-        assert np.asarray(complete).tolist() == sampled.tolist()
+    state, token = next(
+        (q, t) for q, moves in enumerate(places[0][0].moves) for t, n in moves.items() if n == 69
+    )
+    for slot in range(SLOTS):
+        controls = load_row(controls, np.int32(slot), row(state=places[0][1] + state))
+    _, complete = advance_controls(controls, sampled, np.full(SLOTS, token, np.int32))
+    assert np.asarray(complete).tolist() == sampled.tolist()
 
 
 def test_a_granted_step(controls, slots):

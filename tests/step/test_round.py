@@ -1,6 +1,7 @@
 """The step functions without an engine: rounds put together by hand on a toy."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -287,6 +288,32 @@ def test_inputs_that_do_not_fit_the_shape(model):
 def test_impossible_state(model, name):
     with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
         init_state(model.config, **{**SIZES, name: 0})
+
+
+def test_a_round_reports_its_prompt_rows(model):
+    """Log-probabilities and hidden states of a round's chunks are those of its parts."""
+    features = Features(logprobs=2, prompt="both")
+    state = filled_state(model)
+    inputs = three_requests(state)
+    _, outputs = run_round(model.graph, model.params, state, inputs, shape=SHAPE, features=features)
+    state = filled_state(model)
+    inputs = three_requests(state)
+    state = update_slots(state, inputs.updates)
+    _, parts = prefill_chunk(model.graph, model.params, state, inputs.chunks, slots=4, features=features)
+    for one, other in (
+        (outputs.prompt_logprobs, parts.prompt_logprobs),
+        (outputs.prompt_hidden, parts.prompt_hidden),
+    ):
+        assert one is not None
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), one, other)
+    assert outputs.logprobs.chosen.shape == (SHAPE.steps, SHAPE.slots)
+
+
+def test_controls_must_be_there(model):
+    state = filled_state(model)
+    inputs = three_requests(state)
+    with pytest.raises(ValueError, match="the state has no controls"):
+        run_round(model.graph, model.params, state, inputs, shape=SHAPE, features=Features(controls=True))
 
 
 def test_unknown_features():
