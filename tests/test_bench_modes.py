@@ -257,6 +257,7 @@ def test_background_streams_go_on(engine: Any, monkeypatch: pytest.MonkeyPatch) 
 SMALL = ["--max-model-len", "64", "--max-num-seqs", "4", "--scale", "0.02"]
 
 
+@pytest.mark.slow
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, file = tmp_path / "pictures", tmp_path / "numbers.json"
     counts = ["--num-prompts", "6", "--warmup", "4", "--chunk", "32", "--steps", "4", "--repeat", "2"]

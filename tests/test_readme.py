@@ -47,6 +47,7 @@ def test_the_sampling_example():
     assert "Paris" in capital and "." not in capital and capital.endswith(" None")
 
 
+@pytest.mark.slow  # tests/step/test_round.py runs it on a toy
 @needs_model
 def test_the_step_functions_example():
     assert len(BLOCKS[2].splitlines()) <= 32, "about thirty lines"

@@ -66,9 +66,12 @@ def test_beams_end_with_the_context(llm):
         llm.beam_search("x", BeamSearchParams(beam_width=11, max_tokens=2))
 
 
+FEW_PROGRAMS = {"num_scheduler_steps": 1, "max_num_seqs": 2, "prefill_chunk_size": 16, "num_pages": 40}
+
+
 @pytest.mark.parametrize("penalty", [1e-50, 1e-38, 1e-30, 1e30, 1e300])
 def test_penalties_never_bring_forbidden_tokens_back(toy, penalty):
-    engine = make_engine(toy("base", num_layers=1))
+    engine = make_engine(toy("base", num_layers=1), **FEW_PROGRAMS)
     params = SamplingParams(
         temperature=0,
         repetition_penalty=penalty,
@@ -82,7 +85,7 @@ def test_penalties_never_bring_forbidden_tokens_back(toy, penalty):
 
 
 def test_huge_minimal_lengths(toy):
-    engine = make_engine(toy("base", num_layers=1))
+    engine = make_engine(toy("base", num_layers=1), **FEW_PROGRAMS)
     [result] = run_all(engine, [([1], SamplingParams(temperature=0, min_tokens=2**40, max_tokens=None))])
     assert len(result.ids) == 127 and result.finish_reason == "length"
 
@@ -101,7 +104,7 @@ def test_text_needs_a_tokenizer(toy):
 )
 def test_a_constraint_goes_on_in_another_engine(toy, spec):
     params = SamplingParams(temperature=1, seed=1, max_tokens=30, structured_outputs=spec, logprobs=2)
-    first, second = (make_engine(toy("base", num_layers=1), num_scheduler_steps=2) for _ in range(2))
+    first, second = (make_engine(toy("base", num_layers=1), **FEW_PROGRAMS) for _ in range(2))
     [want] = run_all(first, [([1, 2, 3], params)])
     results: dict[str, Result] = {}
     name = first.add_request([1, 2, 3], params)

@@ -351,13 +351,14 @@ def play(model, name, seed, pool=0, rich=True):
         raise
 
 
-@pytest.mark.parametrize("name", ENGINES)
+OFTEN = ("auto", "dispatch")
+NAMES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_everything(name, toy):
     model = toy("base", num_layers=1)
-    rich = name in (
-        "auto",
-        "dispatch",
-    )  # programs with controls take long to compile; at length all engines have them
+    rich = name == "dispatch"  # programs with controls take long to compile; at length all engines have them
     seen = sum((play(model, name, seed, rich=rich) for seed in range(12)), Counter())
     print(dict(seen))
     assert all(

@@ -10,6 +10,7 @@ from fake_device import make_limits, make_sequence
 from jaxsched.engine.pack import SamplingRow, pack_chunks, pack_updates
 from jaxsched.schedule import Scheduler
 
+LIMIT = {64: 1.2, 256: 5}  # yardsticks; about 0.45 and 1.7 are usual
 STEPS, PROMPT = 8, 150
 ROW = SamplingRow(0.7, 40, 0.9, 0.0, 1 << 40, (2, 3), False)
 
@@ -41,21 +42,21 @@ class Bench:
             self.made += 1
 
     def round(self):
-        """Seconds of host work, and the plan."""
-        start = time.perf_counter()
+        """Seconds of host work (of this thread's processor time), and the plan."""
+        start = time.thread_time()
         plan = self.scheduler.plan()
         if plan.changes_slots:
             pack_updates(plan, self.limits.num_slots, 8, self.limits.max_new_pages)
         for step in plan.mixed:  # as the executor does it
             pack_chunks([step], self.limits.chunk_tokens, self.limits.num_slots)
-        spent = time.perf_counter() - start
+        spent = time.thread_time() - start
         table = np.full((plan.steps, self.limits.num_slots), -1, np.int32)
         for entry in plan.entries:
             table[entry.first : entry.first + entry.steps, entry.slot] = 7 + self.made % 1000
         tokens = table.T.tolist()
-        start = time.perf_counter()
+        start = time.thread_time()
         self.scheduler.commit(plan, tokens)
-        return spent + time.perf_counter() - start, plan
+        return spent + time.thread_time() - start, plan
 
     def fill_slots(self):
         """Plays until the slot table is as full as it gets."""
@@ -74,14 +75,29 @@ class Bench:
         return statistics.median(costs)
 
 
+def yardstick():
+    """Seconds of work like the scheduler's: dictionaries, tuples, small objects. About 1 ms on a quiet machine."""
+    start = time.thread_time()
+    table: dict[int, list[int]] = {i: [i] for i in range(100)}
+    for i in range(6000):
+        table[i % 97].append(i)
+        table[i % 3 + 97] = table[i % 31][-4:]
+    return time.thread_time() - start
+
+
 @pytest.mark.parametrize("slots", [64, 256])
 def test_a_round_costs_little(slots):
-    """At 256 slots under 1.5 ms on a quiet machine; the bound leaves room for a busy one."""
+    """The machine may be slow or busy: what a round costs is compared with other Python at the same moment."""
     bench = Bench(slots, 20_000 if slots == 256 else 500)
     bench.fill_slots()
-    best = min(bench.median() for _ in range(3))
-    print(f"planning, packing and committing a round of {slots} slots: {best * 1e3:.2f} ms")
-    assert best < (2e-3 if slots == 64 else 5e-3)
+    ratios = []
+    for _ in range(5):
+        before, median = min(yardstick() for _ in range(20)), bench.median()
+        ratios.append(median / max(before, min(yardstick() for _ in range(20))))
+        print(
+            f"planning, packing and committing {slots} slots: {median * 1e3:.2f} ms, {ratios[-1]:.2f} yardsticks"
+        )
+    assert min(ratios) < LIMIT[slots]
 
 
 @pytest.mark.parametrize("policy", ["stall-free", "priority", "hrrn", "fair"])

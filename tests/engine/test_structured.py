@@ -42,7 +42,9 @@ def outputs(model, name):
     return [results[i] for i in ids], [levels[i] for i in ids]
 
 
-@pytest.fixture(params=["N=1", pytest.param("N=4", marks=pytest.mark.slow), "N=16"])
+@pytest.fixture(
+    params=[pytest.param("N=1", marks=pytest.mark.slow), pytest.param("N=4", marks=pytest.mark.slow), "N=16"]
+)
 def name(request):
     return request.param
 
@@ -60,6 +62,7 @@ def test_what_ends_by_itself_is_valid(toy, name):
     assert ended > 0.6 * count
 
 
+@pytest.mark.slow
 def test_n_does_not_matter(toy):
     model = toy("base", num_layers=1)
     assert outputs(model, "N=1") == outputs(model, "N=16")
