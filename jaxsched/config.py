@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxsched.models import ModelConfig
+from jaxsched.pallas_kernels import IMPLEMENTATIONS, AttentionShape, refusal
 from jaxsched.schedule import Limits
 from jaxsched.schedule.policies import Policy, make_policy
 from jaxsched.schedule.rounds import AdaptiveRounds, FixedRounds, RoundController
@@ -27,6 +28,7 @@ MIN_CHUNK = 16  # smallest chunk bucket, tokens
 AUTO_STEPS = (1, 2, 4, 8, 16)  # N that num_scheduler_steps "auto" chooses from
 AUTO_LENGTHS = (1, 4, 8, 16)  # lengths of the decode scans that they are put together from
 CHOICES = {
+    "attention_backend": ("auto", *IMPLEMENTATIONS),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "executor": ("auto", "scan", "dispatch"),
     "logprobs_mode": ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
@@ -74,17 +76,12 @@ class EngineConfig:
     page_size: int = 16  # Z, tokens per KV page
     num_pages: int | None = None  # P; None = what fits in memory
     executor: str = "auto"  # "scan": a round is a few programs; "dispatch": one program per step; auto: scan
+    attention_backend: str = "auto"  # auto: XLA on a CPU, on a GPU its kernels; or a name of pallas_kernels
     max_stop_ids: int = 8  # end-of-sequence and stop token ids per request, at most
     run_ahead: int = 1  # rounds that may be in flight while the next is planned; 0 = none
-    max_logprobs: int = (
-        20  # most log-probabilities per token that a request may ask for; -1 = the whole vocabulary
-    )
-    logprobs_mode: str = (
-        "raw_logprobs"  # of the model; "processed_logprobs": after penalties, temperature, filters
-    )
-    warm_up: str = (
-        "plain"  # programs compiled at the start; "all": also for controls and logprobs, else on first use
-    )
+    max_logprobs: int = 20  # most log-probabilities per token that a request may ask for; -1 = all
+    logprobs_mode: str = "raw_logprobs"  # "processed_logprobs": after penalties, temperature, filters
+    warm_up: str = "plain"  # what is compiled at the start; "all": also controls and logprobs
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -224,6 +221,8 @@ class EngineConfig:
         )
         executor = "scan" if self.executor == "auto" else self.executor
         variants = ("auto",) if platform == "cpu" else ("full", "greedy")
+        if self.attention_backend != "auto":
+            self._check_attention(model, limits, chunk, per_seq, dtype)
         mixed = tuple(sorted({slots, *limits.slot_buckets[:-1][:2][-1:]}))
         lengths, small = ((1,), (1,)) if executor == "dispatch" else self._scan_lengths()
         return Resolved(
@@ -240,7 +239,31 @@ class EngineConfig:
             logprob_widths=self._logprob_widths(model.vocab_size),
             logprobs_mode=self.logprobs_mode,
             warm_up=self.warm_up,
+            attention="xla"
+            if (self.attention_backend, platform) == ("auto", "cpu")
+            else self.attention_backend,
         )
+
+    def _check_attention(
+        self, model: ModelConfig, limits: Limits, chunk: int, per_seq: int, dtype: str
+    ) -> None:
+        heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+        for operation, rows in (("paged_decode", limits.num_slots), ("paged_prefill", chunk)):
+            sizes = (
+                rows,
+                limits.num_slots,
+                *heads,
+                limits.page_size,
+                per_seq,
+                limits.num_pages,
+                dtype,
+                dtype,
+            )
+            if (reason := refusal(operation, self.attention_backend, AttentionShape(*sizes))) is not None:
+                raise ValueError(
+                    f"attention_backend {self.attention_backend!r} cannot run this model: {reason}; "
+                    'leave it at "auto"'
+                )
 
     def _logprob_widths(self, vocab: int) -> tuple[int, ...]:
         """Numbers of log-probabilities that programs are compiled for."""
@@ -364,6 +387,7 @@ class Resolved:
     page_bytes: int  # bytes of one page over all layers, K and V
     logprob_widths: tuple[int, ...] = (20,)  # log-probabilities per token that programs report, rising
     logprobs_mode: str = "raw_logprobs"
+    attention: str = "auto"  # an implementation of jaxsched.pallas_kernels, or chosen by platform and shape
     warm_up: str = dataclasses.field(default="plain", compare=False)  # it changes no result
 
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxsched.pallas_kernels.rotary import rotate
+
 from .config import ModelConfig
 
-Attend = Callable[[Any, Array, Array, Array, Any], tuple[Array, Any]]
-"""``attend(context, q [T,H,D], k [T,K,D], v [T,K,D], cache) -> ([T,H,D], cache)``; q and k are already rotated.
 
-``context`` is whatever all layers share (positions, tables), ``cache`` is what one layer remembers.
+@runtime_checkable
+class AttendHeads(Protocol):
+    """Attention that rotates itself, so that rotating and writing K and V can be one kernel."""
+
+    def heads(self, context: Any, heads: Array, cos: Array, sin: Array, cache: Any) -> tuple[Array, Any]:
+        """``heads [T,H+2K,D]``: queries, keys and values as projected; ``cos``, ``sin`` float32 ``[T,1,D/2]``."""
+
+
+Attend = Callable[[Any, Array, Array, Array, Any], tuple[Array, Any]] | AttendHeads
+"""``attend(context, q [T,H,D], k [T,K,D], v [T,K,D], cache) -> ([T,H,D], cache)``, q and k already rotated; or an
+object with ``heads``. ``context`` is whatever all layers share (positions, tables), ``cache`` what one layer remembers.
 """
 
 
@@ -50,14 +60,6 @@ class RMSNorm(nnx.Module):
         return self.scale[...] * wide.astype(x.dtype)
 
 
-def rotate(
-    x: Float[Array, "T N D"], cos: Float[Array, "T 1 F"], sin: Float[Array, "T 1 F"]
-) -> Float[Array, "T N D"]:
-    """Rotates the two halves of each head, as Hugging Face lays Llama weights out. ``F = D/2``."""
-    left, right = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate((left * cos - right * sin, right * cos + left * sin), axis=-1).astype(x.dtype)
-
-
 class SelfAttention(nnx.Module):
     def __init__(self, c: ModelConfig, dtype: jnp.dtype):
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
@@ -68,8 +70,7 @@ class SelfAttention(nnx.Module):
     def __call__(self, x: Array, cos: Array, sin: Array, attend: Callable) -> tuple[Array, Any]:
         rows = x.shape[0]
         heads = self.qkv(x).reshape(rows, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = jnp.split(heads, (self.heads, self.heads + self.kv_heads), axis=1)
-        y, cache = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        y, cache = attend(heads, cos, sin)
         return self.out(y.reshape(rows, -1)), cache
 
 
@@ -111,7 +112,15 @@ def _run_layer(
 ) -> tuple[Array, Any]:
     """One layer. Jitted so that equal layers are traced once; XLA inlines the calls, so the program stays unrolled."""
     layer = nnx.merge(graph, params)
-    return layer(x, cos, sin, lambda q, k, v: attend(context, q, k, v, cache))
+
+    def attend_heads(heads: Array, cos: Array, sin: Array) -> tuple[Array, Any]:
+        if isinstance(attend, AttendHeads):
+            return attend.heads(context, heads, cos, sin, cache)
+        queries, kv_heads = layer.attention.heads, layer.attention.kv_heads
+        q, k, v = jnp.split(heads, (queries, queries + kv_heads), axis=1)
+        return attend(context, rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
+
+    return layer(x, cos, sin, attend_heads)
 
 
 class Embedding(nnx.Module):

@@ -6,6 +6,25 @@ if not __name__.startswith("jaxsched."):
         "'pallas_kernels'; run from another folder or install the package"
     )
 
-from .ops import IMPLEMENTATIONS, paged_decode, paged_prefill, write_kv
+from .ops import (
+    IMPLEMENTATIONS,
+    paged_decode,
+    paged_prefill,
+    refusal,
+    rotate_and_write,
+    write_kv,
+    write_kv_quantized,
+)
+from .shapes import AttentionOptions, AttentionShape
 
-__all__ = ["IMPLEMENTATIONS", "paged_decode", "paged_prefill", "write_kv"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "AttentionOptions",
+    "AttentionShape",
+    "paged_decode",
+    "paged_prefill",
+    "refusal",
+    "rotate_and_write",
+    "write_kv",
+    "write_kv_quantized",
+]

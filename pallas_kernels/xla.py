@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .shapes import AttentionOptions, AttentionShape
+
 MASKED = -1e30  # a finite minus infinity: exp(MASKED - MASKED) stays defined in rows that see nothing
 DECODE_BLOCK = (
     64  # positions per iteration of the decode loop: small enough for the gathered block to stay in cache
@@ -38,7 +40,27 @@ def _update(
     return new_top, total * decay + p.sum(-1), acc * decay[..., None] + weigh(p)
 
 
-def paged_decode(q, k_pages, v_pages, block_table, context_len, *, scale):  # see ops.paged_decode
+def decode_refusal(shape: AttentionShape) -> str | None:
+    """Why this backend cannot do ``shape``: it can do all."""
+    return None
+
+
+prefill_refusal = decode_refusal
+
+
+def _cap(scores: Array, options: AttentionOptions) -> Array:
+    return scores if options.soft_cap is None else options.soft_cap * jnp.tanh(scores / options.soft_cap)
+
+
+def _load(pages: Array, scales: Array | None, ids: Array) -> Array:
+    """float32 values of the pages ``ids``: ``[*ids, Z, K, D]``."""
+    values = pages[ids].astype(jnp.float32)
+    return values if scales is None else values * scales[ids][..., None, :, None]
+
+
+def paged_decode(
+    q, k_pages, v_pages, block_table, context_len, *, options, k_scales=None, v_scales=None, **_
+):  # see ops.paged_decode
     slots, heads, dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     width = kv_heads * dim
@@ -47,17 +69,22 @@ def paged_decode(q, k_pages, v_pages, block_table, context_len, *, scale):  # se
     # Each query head is spread over the width of all KV heads, zero outside its own: K and V blocks are then used as
     # they lie in the pages, without a transpose, at the price of K times the (few) multiplications.
     own = jnp.repeat(jnp.eye(kv_heads, dtype=jnp.float32), heads // kv_heads, axis=0)  # [H, K]
-    spread = (q.astype(jnp.float32) * scale)[:, :, None, :] * own[None, :, :, None]
+    spread = (q.astype(jnp.float32) * options.scale)[:, :, None, :] * own[None, :, :, None]
     spread = spread.reshape(slots, heads, width)
+    first, skipped = jnp.zeros_like(context_len), 0
+    if options.window is not None:
+        first = jnp.maximum(context_len - options.window, 0)
+        skipped = jnp.min(jnp.where(context_len > 0, first, jnp.max(context_len))) // block
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         ids = lax.dynamic_slice(table, (0, i * per_block), (slots, per_block))
-        seen = i * block + jnp.arange(block)[None, :] < context_len[:, None]  # [S, T]
-        k = k_pages[ids].reshape(slots, block, width).astype(jnp.float32)
-        v = v_pages[ids].reshape(slots, block, width).astype(jnp.float32)
+        at = i * block + jnp.arange(block)[None, :]
+        seen = (at < context_len[:, None]) & (at >= first[:, None])  # [S, T]
+        k = _load(k_pages, k_scales, ids).reshape(slots, block, width)
+        v = _load(v_pages, v_scales, ids).reshape(slots, block, width)
         v = jnp.where(seen[:, :, None], v, 0)
         scores = jnp.einsum("stw,shw->sth", k, spread, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
-        scores = jnp.where(seen[:, None, :], scores, MASKED)
+        scores = jnp.where(seen[:, None, :], _cap(scores, options), MASKED)
         return _update(
             carry, scores, lambda p: jnp.einsum("sht,stw->shw", p, v, precision=lax.Precision.HIGHEST)
         )
@@ -68,7 +95,7 @@ def paged_decode(q, k_pages, v_pages, block_table, context_len, *, scale):  # se
         jnp.zeros((slots, heads, width), jnp.float32),
     )
     count = (jnp.max(context_len) + block - 1) // block
-    _, total, acc = lax.fori_loop(0, count, body, start)
+    _, total, acc = lax.fori_loop(skipped, count, body, start)
     out = jnp.einsum("shkd,hk->shd", acc.reshape(slots, heads, kv_heads, dim), own)
     total = jnp.where(context_len[:, None] > 0, total, 1)
     return jnp.where(context_len[:, None, None] > 0, out / total[..., None], 0).astype(q.dtype)
@@ -91,7 +118,9 @@ def _tiles(slot: Array, slots: int, tile: int) -> tuple[Array, Array, Array]:
     return owner, first_row, jnp.sum(starts)
 
 
-def paged_prefill(q, k_pages, v_pages, block_table, slot, position, *, scale):  # see ops
+def paged_prefill(
+    q, k_pages, v_pages, block_table, slot, position, *, options, k_scales=None, v_scales=None, **_
+):  # see ops
     rows, heads, dim = q.shape
     slots = block_table.shape[0]
     page_size, kv_heads = k_pages.shape[1:3]
@@ -101,7 +130,7 @@ def paged_prefill(q, k_pages, v_pages, block_table, slot, position, *, scale):  
     block = per_block * page_size
     owner, first_row, count = _tiles(slot, slots, tile)
     pad = ((0, tile), (0, 0), (0, 0))
-    queries = jnp.pad(q.astype(jnp.float32) * scale, pad)
+    queries = jnp.pad(q.astype(jnp.float32) * options.scale, pad)
     owner, position = jnp.pad(owner, (0, tile), constant_values=rows), jnp.pad(position, (0, tile))
 
     def one_tile(t: Array, out: Array) -> Array:
@@ -116,16 +145,22 @@ def paged_prefill(q, k_pages, v_pages, block_table, slot, position, *, scale):  
             .reshape(kv_heads, group * tile, dim)
         )
         last = jnp.max(where)
+        first = 0
+        if options.window is not None:  # the tile's first row is its lowest position
+            first = jnp.maximum(position[row] - options.window + 1, 0) // block
 
         def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             ids = lax.dynamic_slice(pages, (i * per_block,), (per_block,))
             at = i * block + jnp.arange(block)
-            k = k_pages[ids].reshape(block, kv_heads, dim).astype(jnp.float32)
-            v = v_pages[ids].reshape(block, kv_heads, dim).astype(jnp.float32)
+            k = _load(k_pages, k_scales, ids).reshape(block, kv_heads, dim)
+            v = _load(v_pages, v_scales, ids).reshape(block, kv_heads, dim)
             v = jnp.where((at <= last)[:, None, None], v, 0)
             scores = jnp.einsum("krd,tkd->krt", part, k, precision=lax.Precision.HIGHEST)
-            seen = jnp.tile(at[None, :] <= where[:, None], (group, 1))  # [G*tile, T]
-            scores = jnp.where(seen[None], scores, MASKED)
+            seen = at[None, :] <= where[:, None]
+            if options.window is not None:
+                seen &= at[None, :] > where[:, None] - options.window
+            seen = jnp.tile(seen, (group, 1))  # [G*tile, T]
+            scores = jnp.where(seen[None], _cap(scores, options), MASKED)
             return _update(
                 carry, scores, lambda p: jnp.einsum("krt,tkd->krd", p, v, precision=lax.Precision.HIGHEST)
             )
@@ -135,7 +170,7 @@ def paged_prefill(q, k_pages, v_pages, block_table, slot, position, *, scale):  
             jnp.zeros((kv_heads, group * tile), jnp.float32),
             jnp.zeros((kv_heads, group * tile, dim), jnp.float32),
         )
-        _, total, acc = lax.fori_loop(0, last // block + 1, body, start)
+        _, total, acc = lax.fori_loop(first, last // block + 1, body, start)
         new = acc / total[..., None]
         new = new.reshape(kv_heads, group, tile, dim).transpose(2, 0, 1, 3).reshape(tile, heads, dim)
         old = lax.dynamic_slice(out, (row, 0, 0), (tile, heads, dim))

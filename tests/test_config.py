@@ -49,6 +49,7 @@ SEEN_IN_RESOLVE = {
     "page_size": (16, 32),
     "num_pages": (None, 50),
     "executor": ("scan", "dispatch"),
+    "attention_backend": ("auto", "triton"),
     "max_logprobs": (20, 50),
     "logprobs_mode": ("raw_logprobs", "processed_logits"),
 }

@@ -123,7 +123,7 @@ class Executor:
         width = -1
         if plan.logprobs >= 0:
             width = min(w for w in resolved.logprob_widths if w >= plan.logprobs)
-        return Features(sampling, plan.controls, width, "", resolved.logprobs_mode)
+        return Features(sampling, plan.controls, width, "", resolved.logprobs_mode, resolved.attention)
 
     def _notice(self, features: Features) -> None:
         if features not in self._noticed:
@@ -158,7 +158,9 @@ def new_executor(
 ) -> Executor:
     """Compiles the programs and puts the device side of an engine together."""
     limits, vocab = resolved.limits, places.vocab
-    features = feature_sets(resolved.variants, resolved.logprob_widths, resolved.logprobs_mode)
+    features = feature_sets(
+        resolved.variants, resolved.logprob_widths, resolved.logprobs_mode, resolved.attention
+    )
     warm = resolved.warm_up == "all"
     programs = Programs(
         program_keys(

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxsched.pallas_kernels import IMPLEMENTATIONS
+
 from .logprobs import Logprobs
 from .state import NO_TOKEN, EngineState, SamplingRows, SlotState
 
@@ -64,12 +66,14 @@ class Features:
     logprobs_mode: str = (
         "raw_logprobs"  # raw: the model's; processed: after controls, temperature and filters
     )
+    attention: str = "auto"  # implementation of paged attention; auto: by platform and shape
 
     def __post_init__(self) -> None:
         known = {
             "sampling": ("auto", "greedy", "full"),
             "prompt": PROMPT_OUTPUTS,
             "logprobs_mode": LOGPROBS_MODES,
+            "attention": ("auto", *IMPLEMENTATIONS),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:

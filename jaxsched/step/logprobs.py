@@ -38,18 +38,36 @@ def logprobs_of(
 
     ``normalise``: log-probabilities, otherwise the scores as they are.
     """
-    shift = jnp.zeros(scores.shape[:1], scores.dtype)
-    if normalise:
-        shift = jax.nn.logsumexp(scores, axis=-1)
     # Not take_along_axis with its out-of-bounds fill, and not argmax: XLA:CPU makes slow loops of both.
     at = jnp.clip(token, 0, scores.shape[1] - 1)[:, None]
     chosen = jnp.take_along_axis(scores, at, axis=-1, mode="clip")
-    rank = 1 + jnp.sum(scores > chosen, axis=-1, dtype=jnp.int32)
     top, ids = best(scores, width)
+    most = top[:, :1] if width > 0 else jnp.max(scores, axis=-1, keepdims=True)
+    most = jnp.where(jnp.isfinite(most), most, 0)
+    mass, above = _mass_and_rank(scores, most, chosen)
+    shift = jnp.log(mass) + most[:, 0] if normalise else jnp.zeros(scores.shape[:1], scores.dtype)
     more = None
     if listed is not None:
         more = jnp.take_along_axis(scores, listed, axis=-1, mode="clip") - shift[:, None]
-    return Logprobs(chosen[:, 0] - shift, rank, ids, top - shift[:, None], more)
+    return Logprobs(chosen[:, 0] - shift, 1 + above, ids, top - shift[:, None], more)
+
+
+def _mass_and_rank(scores: Array, most: Array, chosen: Array) -> tuple[Array, Array]:
+    """Sum of exp(score - most) and number of scores above the chosen one, ``[R]`` each."""
+
+    def two_passes(
+        scores: Array, most: Array, chosen: Array
+    ) -> tuple[Array, Array]:  # XLA:CPU reduces pairs slowly
+        above = jnp.sum(scores > chosen, axis=-1, dtype=jnp.int32)
+        return jnp.sum(jnp.exp(scores - most), axis=-1), above
+
+    def one_pass(scores: Array, most: Array, chosen: Array) -> tuple[Array, Array]:
+        terms = jnp.exp(scores - most), (scores > chosen).astype(jnp.int32)
+        start = jnp.zeros((), scores.dtype), jnp.int32(0)
+        mass, above = lax.reduce(terms, start, lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,))
+        return mass, above
+
+    return lax.platform_dependent(scores, most, chosen, cpu=two_passes, default=one_pass)
 
 
 def best(scores: Float[Array, "R V"], k: int) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:

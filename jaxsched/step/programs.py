@@ -77,10 +77,12 @@ def program_keys(
     return [UPDATE, *sorted(ProgramKey(*s, f) for s in sizes for f in features if s[1] or not f.prompt)]
 
 
-def feature_sets(samplings: tuple[str, ...], logprobs: tuple[int, ...], mode: str) -> tuple[Features, ...]:
+def feature_sets(
+    samplings: tuple[str, ...], logprobs: tuple[int, ...], mode: str, attention: str
+) -> tuple[Features, ...]:
     """Every combination of features that a round can need; ``logprobs`` are the widths that are reported."""
     return tuple(
-        Features(sampling, controls, width, prompt, mode)
+        Features(sampling, controls, width, prompt, mode, attention)
         for sampling in samplings
         for controls in (False, True)
         for width in (-1, *logprobs)

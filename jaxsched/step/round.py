@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxsched.models import Decoder
-from jaxsched.pallas_kernels import paged_decode, paged_prefill, write_kv
+from jaxsched.pallas_kernels import paged_decode, paged_prefill, rotate_and_write
 from jaxsched.pallas_kernels.ops import page_of
 
 from .controls import advance_controls, controlled, granted
@@ -77,19 +77,27 @@ def _rows(state: EngineState, rows: SlotState, chunk: Chunks | None) -> _Rows:
     return _Rows(rows.block_table, page, offset, visible, chunk.slots, chunk.positions)
 
 
-def _attend(
-    rows: _Rows, q: Array, k: Array, v: Array, pages: tuple[Array, Array]
-) -> tuple[Array, tuple[Array, Array]]:
-    """Writes K and V into a layer's pages, then attends over them."""
-    k_pages = write_kv(pages[0], k, rows.page, rows.offset)
-    v_pages = write_kv(pages[1], v, rows.page, rows.offset)
-    slots, scale = rows.visible.shape[0], q.shape[-1] ** -0.5
-    out = paged_decode(q[:slots], k_pages, v_pages, rows.block_table, rows.visible, scale=scale)
-    if rows.chunk_slot is not None:
-        assert rows.chunk_position is not None
-        where = (rows.block_table, rows.chunk_slot, rows.chunk_position)
-        out = jnp.concatenate((out, paged_prefill(q[slots:], k_pages, v_pages, *where, scale=scale)))
-    return out, (k_pages, v_pages)
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """Rotates, writes K and V into a layer's pages, attends over them. Equal ones are one to the compiler."""
+
+    implementation: str | None
+
+    def heads(
+        self, rows: _Rows, heads: Array, cos: Array, sin: Array, pages: tuple[Array, Array]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        place = (*pages, rows.page, rows.offset)
+        written = rotate_and_write(heads, cos, sin, *place, implementation=self.implementation)
+        q, k_pages, v_pages = written
+        slots = rows.visible.shape[0]
+        decode = partial(paged_decode, scale=q.shape[-1] ** -0.5, implementation=self.implementation)
+        out = decode(q[:slots], k_pages, v_pages, rows.block_table, rows.visible)
+        if rows.chunk_slot is not None:
+            assert rows.chunk_position is not None
+            where = (rows.block_table, rows.chunk_slot, rows.chunk_position)
+            prefill = partial(paged_prefill, scale=q.shape[-1] ** -0.5, implementation=self.implementation)
+            out = jnp.concatenate((out, prefill(q[slots:], k_pages, v_pages, *where)))
+        return out, (k_pages, v_pages)
 
 
 def _advance(rows: SlotState, sampled: Array, context_len: Array, token: Array, ended: Array) -> SlotState:
@@ -132,7 +140,8 @@ def _step(
         tokens = jnp.concatenate((tokens, chunk.tokens))
         positions = jnp.concatenate((positions, chunk.positions))
     caches = list(zip(state.k_pages, state.v_pages, strict=True))
-    hidden, caches = decoder(tokens, positions, _attend, _rows(state, active, chunk), caches)
+    attend = _Attention(None if features.attention == "auto" else features.attention)
+    hidden, caches = decoder(tokens, positions, attend, _rows(state, active, chunk), caches)
     sampled, context_len, last = live, rows.context_len + live, hidden
     if chunk is not None:
         end = chunk.end_row[:slots]

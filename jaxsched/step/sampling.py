@@ -2,7 +2,8 @@
 
 Filters apply in the order of transformers: temperature, top-k, top-p, min-p. Each is a threshold on the score: a token
 stays if its score is at least that of the last token that must stay, so ties stay together. The threshold is found by
-a search over the bits of the float, counting (top-k) or summing probability (top-p) in each pass.
+a search over the bits of the float, counting (top-k) or summing probability (top-p) in each pass. On an NVIDIA GPU
+one kernel does all passes (``pallas_kernels/triton/sample.py``), elsewhere XLA.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxsched.pallas_kernels.tuning import device_family
+
 from .state import SamplingRows
 
 GREEDY_BELOW = 1e-5  # temperatures below this mean argmax; dividing by them would only overflow
+OLDEST = 80  # compute capability 8.0: what Triton compiles for
 SIGN = np.uint32(0x8000_0000)
 Weigh = Callable[[Array], Array]
 
@@ -30,15 +34,19 @@ def sample(
 
     The draw of a row depends on its logits, its sampling row and ``position`` alone. ``mode`` as in ``Features``.
     """
-    greedy = _argmax(logits)
     if mode == "greedy":
-        return greedy
+        return _argmax(logits)
     random = rows.temperature >= GREEDY_BELOW
+    if mode == "full":
+        greedy, scores = _best_and_scores(logits, rows, skip_unused=False)
+        return jnp.where(random, _draw(scores, rows, position), greedy)
+    greedy = _argmax(logits)
 
     def draw() -> Array:
-        return jnp.where(random, _draw(logits, rows, position, mode == "auto"), greedy)
+        scores = filtered_scores(logits, rows, skip_unused=True)
+        return jnp.where(random, _draw(scores, rows, position), greedy)
 
-    return lax.cond(jnp.any(random), draw, lambda: greedy) if mode == "auto" else draw()
+    return lax.cond(jnp.any(random), draw, lambda: greedy)
 
 
 def processed_scores(
@@ -61,9 +69,8 @@ def row_keys(seed: UInt32[Array, "S 2"], position: Int[Array, "S"]) -> Array:
     return jax.vmap(one)(seed, position)
 
 
-def _draw(logits: Array, rows: SamplingRows, position: Array, skip: bool) -> Array:
-    scores = filtered_scores(logits, rows, skip_unused=skip)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(
+def _draw(scores: Array, rows: SamplingRows, position: Array) -> Array:
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], jnp.float32))(
         row_keys(rows.seed, position)
     )
     # Gumbel-max: the argmax of score + noise is a draw from softmax(score).
@@ -92,6 +99,37 @@ def filtered_scores(
 
     ``skip_unused`` guards each filter by a conditional (see ``Features.sampling``).
     """
+    return _best_and_scores(logits, rows, skip_unused=skip_unused)[1]
+
+
+def _best_and_scores(logits: Array, rows: SamplingRows, *, skip_unused: bool) -> tuple[Array, Array]:
+    """The best token of each row and ``filtered_scores``. The kernel finds both in one pass over memory."""
+
+    def searches(logits: Array, rows: SamplingRows) -> tuple[Array, Array]:
+        return _argmax(logits), _searched_scores(logits, rows, skip_unused)
+
+    if not _kernel_in_sight():  # then nothing of it is imported or traced
+        return searches(logits, rows)
+    return lax.platform_dependent(logits, rows, cuda=_kernel_scores, default=searches)
+
+
+def _kernel_in_sight() -> bool:
+    family = device_family()
+    return family is not None and int(family.removeprefix("sm_")) >= OLDEST
+
+
+def _kernel_scores(logits: Array, rows: SamplingRows, *, interpret: bool = False) -> tuple[Array, Array]:
+    from jaxsched.pallas_kernels.triton.sample import filter_thresholds
+
+    temperature = jnp.maximum(rows.temperature, GREEDY_BELOW)
+    best, top, least = filter_thresholds(logits, temperature, rows.top_k, rows.top_p, interpret=interpret)
+    scores = (logits - top[:, None]) / temperature[:, None]
+    keep = (logits >= least[:, None]) & (jnp.exp(scores) >= rows.min_p[:, None])
+    return best, jnp.where(keep, scores, -jnp.inf)
+
+
+def _searched_scores(logits: Array, rows: SamplingRows, skip_unused: bool) -> Array:
+    """``filtered_scores`` in plain XLA, whose searches pass over the vocabulary in memory."""
     top = jnp.max(logits, axis=-1, keepdims=True)
     top = jnp.where(top == -jnp.inf, 0, top)  # a row in which nothing is allowed stays -inf
     scores = (logits - top) / jnp.maximum(rows.temperature, GREEDY_BELOW)[:, None]

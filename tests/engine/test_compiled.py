@@ -138,6 +138,7 @@ def test_nothing_compiles_after_warm_up(toy, compiles, settings):
     assert engine.scheduler.num_preemptions > 0
 
 
+ON_A_CPU = Features(attention="xla")
 SAMPLINGS = (Features(sampling="full"), Features(sampling="greedy"))
 
 
@@ -204,12 +205,12 @@ def big_pool(toy):
 
 
 KEYS = [
-    ProgramKey(2, 0, 4),
-    ProgramKey(1, 0, 4),
-    ProgramKey(1, 32, 4),
+    ProgramKey(2, 0, 4, ON_A_CPU),
+    ProgramKey(1, 0, 4, ON_A_CPU),
+    ProgramKey(1, 32, 4, ON_A_CPU),
     UPDATE,
 ]
-RICH = Features(controls=True, logprobs=20)
+RICH = Features(controls=True, logprobs=20, attention="xla")
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda k: f"N{k.steps}-C{k.chunk_tokens}")

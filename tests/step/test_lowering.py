@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxsched.models import Decoder, ModelConfig
 from jaxsched.step import Chunks, Features, decode_steps, init_controls, init_state, prefill_chunk
-from jaxsched.step.sampling import filtered_scores
+from jaxsched.step.sampling import _searched_scores
 
 RICH = [
     Features("full", controls=True, logprobs=20),
@@ -18,6 +19,13 @@ RICH = [
     Features("full", controls=True, logprobs=20, prompt="both"),
 ]
 CONFIG = ModelConfig("LlamaForCausalLM", 300, 64, 2, 4, 2, 16, 128, 256)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def h200():
+    """What a GPU's program consists of depends on the GPU: kernels are for what is known to take them."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +39,7 @@ def shapes():
 def test_decode_lowers_for_cuda(shapes, sampling):
     traced = decode_steps.trace(*shapes, steps=4, slots=8, features=Features(sampling))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "callback" not in text
+    assert "callback" not in text and "triton" in text
     assert not dynamic_cases(text), "a conditional would make the GPU wait for the host in each step"
 
 
@@ -102,6 +110,7 @@ def test_the_searches_pass_over_the_vocabulary_few_times_on_a_gpu(shapes):
     """Top-k: 32 bits, 4 per pass; top-p: 30 bits, 5 per pass. The loops' trip counts are constants in the program."""
     rows = shapes[2].slots.sampling
     logits = jax.ShapeDtypeStruct((8, CONFIG.vocab_size), jnp.float32)
-    text = jax.jit(filtered_scores).trace(logits, rows).lower(lowering_platforms=("cuda",)).as_text()
+    searches = jax.jit(lambda logits, rows: _searched_scores(logits, rows, False))
+    text = searches.trace(logits, rows).lower(lowering_platforms=("cuda",)).as_text()
     assert "dense<8> : tensor<i32>" in text and "dense<6> : tensor<i32>" in text
     assert "dense<32> : tensor<i32>" not in text and "dense<30> : tensor<i32>" not in text

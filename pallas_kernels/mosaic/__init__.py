@@ -1,0 +1,15 @@
+"""Attention kernels in Pallas Mosaic GPU, for sm_90 (Hopper)."""
+
+from .decode import decode_refusal, paged_decode
+from .decode import default_config as decode_config
+from .prefill import default_config as prefill_config
+from .prefill import paged_prefill, prefill_refusal
+
+__all__ = [
+    "decode_config",
+    "decode_refusal",
+    "paged_decode",
+    "paged_prefill",
+    "prefill_config",
+    "prefill_refusal",
+]
