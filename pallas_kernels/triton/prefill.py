@@ -249,11 +249,16 @@ def _specialise(
 
 
 def _merge(acc: Array, top: Array, total: Array) -> Array:
-    """Partials ``[splits, C, H, D]``, ``[splits, C, H]`` x 2 to ``[C, H, D]``; parts without work weigh 0."""
-    weight = jnp.exp2(top - jnp.max(top, axis=0))
-    total = jnp.sum(total * weight, axis=0)
-    out = jnp.sum(acc * weight[..., None], axis=0)
-    return out / jnp.where(total == 0.0, 1.0, total)[..., None]
+    """Partials ``[splits, C, H, D]``, ``[splits, C, H]`` x 2 to ``[C, H, D]``; parts without work weigh 0.
+
+    Term by term and not by reductions, which XLA would not fuse with each other: this becomes one kernel.
+    """
+    parts = range(acc.shape[0])
+    highest = functools.reduce(jnp.maximum, [top[i] for i in parts])
+    weights = [jnp.exp2(top[i] - highest) for i in parts]
+    denominator = functools.reduce(jnp.add, [total[i] * weights[i] for i in parts])
+    out = functools.reduce(jnp.add, [acc[i] * weights[i][..., None] for i in parts])
+    return out / jnp.where(denominator == 0.0, 1.0, denominator)[..., None]
 
 
 def prefill_refusal(shape: AttentionShape) -> str | None:
@@ -293,9 +298,11 @@ def default_config(shape: AttentionShape) -> PrefillConfig:
     if full:
         block_q, block_kv, stages = (32, 16, 2) if wide or not big else (64, 32, 2)
     elif wide:
-        block_q, block_kv, stages = (64, 64 if big and shape.kv_dtype not in QUANTIZED else 32, 2)
-    else:
-        block_q, block_kv, stages = (128, 64, 3) if big else (128, 32, 3)
+        block_q, block_kv, stages = (32 if shape.family in ("sm_100", "sm_103") else 64, 32, 2)
+    elif not big and shape.kv_dtype in QUANTIZED:
+        block_q, block_kv, stages = (64, 32, 3)
+    else:  # masked columns of a padded head take registers
+        block_q, block_kv, stages = (128, 64 if big and shape.head_dim in (16, 32, 64, 128) else 32, 3)
     warps = 8
     used = power_of_two(shape.rows * shape.group)
     if used < block_q:
