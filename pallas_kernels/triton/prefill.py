@@ -298,7 +298,13 @@ def default_config(shape: AttentionShape) -> PrefillConfig:
     if full:
         block_q, block_kv, stages = (32, 16, 2) if wide or not big else (64, 32, 2)
     elif wide:
-        block_q, block_kv, stages = (32 if shape.family in ("sm_100", "sm_103") else 64, 32, 2)
+        # Before wgmma the widened K and V pass through registers; blocks of 32 positions of them spill.
+        hopper = shape.family == "sm_90" and shape.kv_dtype in QUANTIZED
+        block_q, block_kv, stages = (
+            32 if shape.family in ("sm_100", "sm_103") else 64,
+            16 if hopper else 32,
+            2,
+        )
     elif not big and shape.kv_dtype in QUANTIZED:
         block_q, block_kv, stages = (64, 32, 3)
     else:  # masked columns of a padded head take registers

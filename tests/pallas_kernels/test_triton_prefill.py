@@ -55,6 +55,33 @@ def test_tiles_and_splits_change_nothing_but_the_order_of_sums(block_q, block_kv
     assert (np.asarray(got)[np.asarray(given[4]) == SLOTS] == 0).all()
 
 
+def test_pages_before_the_window_may_be_gone():
+    """Nothing is read through the entries of pages that no row's window reaches any more."""
+    q, k, v, table, slots, positions = operands()
+    want = paged_prefill(q, k, v, table, slots, positions, scale=0.2, window=11, implementation="reference")
+    entries, gone = np.asarray(table).copy(), []
+    for slot, start, _ in RUNS:
+        if slot < SLOTS:
+            dead = max(0, start - 11 + 1) // SIZE
+            gone += list(entries[slot, :dead])
+            entries[slot, :dead] = -(10**6)
+    assert gone, "no run begins late enough"
+    k, v = (part.at[jnp.asarray(gone)].set(jnp.nan) for part in (k, v))
+    config = prefill.PrefillConfig(block_q=32, block_kv=64, splits=2)
+    got = prefill.paged_prefill(
+        q,
+        k,
+        v,
+        jnp.asarray(entries),
+        slots,
+        positions,
+        options=AttentionOptions(0.2, 11),
+        config=config,
+        interpret=True,
+    )
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
 def test_a_row_does_not_depend_on_the_others():
     """Bit for bit: with one sequence alone in the chunk its rows are the same, wherever they stand in their tile."""
     q, k, v, table, slots, positions = operands()
