@@ -248,18 +248,10 @@ class EngineConfig:
         self, model: ModelConfig, limits: Limits, chunk: int, per_seq: int, dtype: str
     ) -> None:
         heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+        pages = (limits.page_size, per_seq, limits.num_pages)
         for operation, rows in (("paged_decode", limits.num_slots), ("paged_prefill", chunk)):
-            sizes = (
-                rows,
-                limits.num_slots,
-                *heads,
-                limits.page_size,
-                per_seq,
-                limits.num_pages,
-                dtype,
-                dtype,
-            )
-            if (reason := refusal(operation, self.attention_backend, AttentionShape(*sizes))) is not None:
+            shape = AttentionShape(rows, limits.num_slots, *heads, *pages, dtype, dtype)
+            if (reason := refusal(operation, self.attention_backend, shape)) is not None:
                 raise ValueError(
                     f"attention_backend {self.attention_backend!r} cannot run this model: {reason}; "
                     'leave it at "auto"'

@@ -191,20 +191,24 @@ def write_kv(
 
 
 def _write(implementation: str | None, plain: Callable, name: str, pages: Array, *operands: Array) -> Any:
-    """Calls the Triton kernel ``name`` of ``triton.write`` where it can be, else ``plain``. Mosaic has no writers."""
-    known = implementation is None or backend(implementation)  # raises for an unknown one
-    family, fns = tuning.device_family(), {"default": plain}
-    if known and implementation not in ("reference", "xla") and (family or implementation):
-        write = importlib.import_module(".triton.write", __package__)
-        refuse = write.rotate_refusal if name == "rotate_and_write" else write.write_refusal
-        count, size, kv_heads, dim = pages.shape
-        kind = jnp.dtype(pages.dtype).name
-        sizes = (kv_heads, kv_heads, dim, size, 1, count, kind, kind, family)
-        if refuse(AttentionShape(operands[0].shape[0], 1, *sizes)) is None:
-            fns["cuda"] = getattr(write, name)
-            if implementation is not None:
-                fns["cpu"] = functools.partial(fns["cuda"], interpret=True)
-    return lax.platform_dependent(*operands, **fns)
+    """Calls the kernel ``name`` of ``triton.write`` where it can be, else ``plain``. Mosaic has no writers."""
+    family = tuning.device_family()
+    if implementation is not None:
+        backend(implementation)  # raises for an unknown one
+    if implementation in ("reference", "xla") or (implementation is None and family is None):
+        return plain(*operands)
+    write = importlib.import_module(".triton.write", __package__)
+    count, size, kv_heads, dim = pages.shape
+    kind = jnp.dtype(pages.dtype).name
+    shape = AttentionShape(
+        operands[-1].shape[0], 1, kv_heads, kv_heads, dim, size, 1, count, kind, kind, family
+    )
+    refuse = write.rotate_refusal if name == "rotate_and_write" else write.write_refusal
+    if refuse(shape) is not None:
+        return plain(*operands)
+    kernel = getattr(write, name)
+    on_cpu = plain if implementation is None else functools.partial(kernel, interpret=True)
+    return lax.platform_dependent(*operands, cpu=on_cpu, cuda=kernel, default=plain)
 
 
 def rotate_and_write(

@@ -35,6 +35,11 @@ CARDS = {
 UNKNOWN = Card(108, 101_376)  # what fits all of them
 
 
+def card(family: str | None) -> Card:
+    """The card of a family; where it is not known, what fits all of them."""
+    return CARDS.get(family or "", UNKNOWN)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Sizes for some shapes of one operation on one family. A field that is None matches everything."""

@@ -55,9 +55,8 @@ def logprobs_of(
 def _mass_and_rank(scores: Array, most: Array, chosen: Array) -> tuple[Array, Array]:
     """Sum of exp(score - most) and number of scores above the chosen one, ``[R]`` each."""
 
-    def two_passes(
-        scores: Array, most: Array, chosen: Array
-    ) -> tuple[Array, Array]:  # XLA:CPU reduces pairs slowly
+    # XLA:CPU reduces pairs slowly; on a GPU every pass reads the scores again.
+    def two_passes(scores: Array, most: Array, chosen: Array) -> tuple[Array, Array]:
         above = jnp.sum(scores > chosen, axis=-1, dtype=jnp.int32)
         return jnp.sum(jnp.exp(scores - most), axis=-1), above
 

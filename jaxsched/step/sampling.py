@@ -17,12 +17,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxsched.pallas_kernels.tuning import device_family
+from jaxsched.pallas_kernels.tuning import CARDS, device_family
 
 from .state import SamplingRows
 
 GREEDY_BELOW = 1e-5  # temperatures below this mean argmax; dividing by them would only overflow
-OLDEST = 80  # compute capability 8.0: what Triton compiles for
 SIGN = np.uint32(0x8000_0000)
 Weigh = Callable[[Array], Array]
 
@@ -114,8 +113,7 @@ def _best_and_scores(logits: Array, rows: SamplingRows, *, skip_unused: bool) ->
 
 
 def _kernel_in_sight() -> bool:
-    family = device_family()
-    return family is not None and int(family.removeprefix("sm_")) >= OLDEST
+    return device_family() in CARDS
 
 
 def _kernel_scores(logits: Array, rows: SamplingRows, *, interpret: bool = False) -> tuple[Array, Array]:

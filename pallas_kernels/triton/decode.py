@@ -33,22 +33,30 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from ..shapes import QUANTIZED, AttentionOptions, AttentionShape
-from ..tuning import CARDS, UNKNOWN
-from .decode_pages import MIN_BLOCKS, DecodeConfig, Pages, Static, cdiv, power_of_two, scores_of, span
+from ..tuning import card
+from .common import MASKED, power_of_two, refusal
+from .decode_pages import MIN_BLOCKS, DecodeConfig, Pages, Static, scores_of, span
 
 MIN_ROWS = 16  # rows of the smallest tile that the matrix units take
 MAX_SPLITS = 128
 MERGE_CHUNK = 16  # partial results that the merge loads at once
-MASKED = -1e30  # a finite minus infinity: MASKED - MASKED stays defined
 
 
 def default_config(shape: AttentionShape) -> DecodeConfig:
     """Sizes that compile without register spills within the family's shared memory. Untuned: by reasoning alone."""
     block, warps, stages = 64, 4, 3
-    if "float32" in (shape.dtype, shape.kv_dtype):  # multiplied without matrix units: many registers per row
-        block, warps = (32 if shape.head_dim <= 128 else 16), 8
-    width = power_of_two(shape.head_dim) * (4 if shape.kv_dtype == "float32" else 2)
-    room = CARDS.get(shape.family or "", UNKNOWN).shared_memory - 8192  # beside K and V: small tiles
+    width, rows = power_of_two(shape.head_dim), max(MIN_ROWS, power_of_two(shape.group))
+    floats = _multiplies_float32(shape)
+    if floats:  # multiplied without matrix units: many registers per row
+        block, warps = (32 if width <= 128 else 16), 8
+    elif width > 128 and (shape.group == 1 or shape.kv_dtype in QUANTIZED or rows > 32):
+        block = 32
+    if rows > 32:
+        warps = 8
+    size = 4 if floats else 2
+    room = card(shape.family).shared_memory - 8192  # beside queries, K and V: small tiles
+    room -= rows * width * size
+    width *= 4 if shape.kv_dtype == "float32" else 2
     while stages > 1 and 2 * block * width * (stages - 1) > room:
         stages -= 1
     bits = shape.family in (None, "sm_80", "sm_86")
@@ -60,13 +68,13 @@ def choose_splits(shape: AttentionShape, block: int, resident: int = 2) -> int:
 
     ``resident`` is how many programs one multiprocessor holds at a time.
     """
-    lanes = resident * CARDS.get(shape.family or "", UNKNOWN).multiprocessors
-    blocks = cdiv(shape.pages_per_sequence * shape.page_size, block)
+    lanes = resident * card(shape.family).multiprocessors
+    blocks = pl.cdiv(shape.pages_per_sequence * shape.page_size, block)
     programs = shape.slots * shape.kv_heads
     best, best_cost = 1, math.inf
     for splits in range(1, min(MAX_SPLITS, max(1, blocks // MIN_BLOCKS)) + 1):
-        waves = cdiv(programs * splits, lanes)
-        cost = waves * (cdiv(blocks, splits) + 3) + (3 if splits > 1 else 0)
+        waves = pl.cdiv(programs * splits, lanes)
+        cost = waves * (pl.cdiv(blocks, splits) + 3) + (3 if splits > 1 else 0)
         if cost < best_cost:
             best, best_cost = splits, cost
     return best
@@ -74,21 +82,9 @@ def choose_splits(shape: AttentionShape, block: int, resident: int = 2) -> int:
 
 def decode_refusal(shape: AttentionShape) -> str | None:
     """Why this kernel cannot do ``shape``, or None."""
-    if not 1 <= shape.head_dim <= 256:
-        return f"head_dim {shape.head_dim} is above 256"
-    if shape.group > 64:
-        return f"{shape.group} query heads per KV head are above 64"
-    floats = ("float32", "bfloat16", "float16")
-    if shape.dtype not in floats:
-        return f"queries are {shape.dtype}; known: {', '.join(floats)}"
-    if shape.kv_dtype not in (*floats, *QUANTIZED):
-        return f"pages are {shape.kv_dtype}; known: {', '.join((*floats, *QUANTIZED))}"
-    size = shape.num_pages * shape.page_size * shape.kv_heads * shape.head_dim
-    if shape.kv_dtype in QUANTIZED and 2**31 <= size <= 2**32:
-        return f"a cache of {size} one-byte elements is between 2 and 4 GiB, where Triton's 32-bit offsets overflow"
-    if shape.family is not None and shape.family not in CARDS:
-        return f"GPU family {shape.family} is not among {', '.join(CARDS)}"
-    return None
+    if shape.group > 16 and _multiplies_float32(shape):
+        return f"{shape.group} query heads per KV head in float32 are above 16: their tile does not fit the registers"
+    return refusal(shape)
 
 
 def _by_dots(
@@ -266,6 +262,10 @@ def _dtypes(q: Any, kv: Any) -> tuple[Any, Any]:
     return (q, q) if q == kv else (jnp.float32, jnp.float32)
 
 
+def _multiplies_float32(shape: AttentionShape) -> bool:
+    return _dtypes(jnp.dtype(shape.dtype), jnp.dtype(shape.kv_dtype))[0] == jnp.float32
+
+
 def paged_decode(
     q: Float[Array, "S H D"],
     k_pages: Array,
@@ -281,9 +281,8 @@ def paged_decode(
 ) -> Float[Array, "S H D"]:
     """See ops.paged_decode. ``config`` None means ``default_config``. Raises ValueError for what is refused."""
     shape = AttentionShape.of(q, k_pages, block_table)
-    refusal = decode_refusal(shape)
-    if refusal is not None:
-        raise ValueError(f"paged_decode: {refusal}")
+    if (reason := decode_refusal(shape)) is not None:
+        raise ValueError(f"paged_decode: the Triton kernel cannot do this: {reason}")
     config = default_config(shape) if config is None else config
     slots, heads, dim = q.shape
     static = Static(

@@ -6,7 +6,6 @@ Shapes: T positions of a block, G query heads per KV head, D head_dim, Z positio
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +14,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
 from ..shapes import AttentionOptions
+from .common import LOG2E, decode_float8, power_of_two
 
 MIN_BLOCKS = 2  # blocks of a split below which its partial result would cost more than the split saves
-LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +28,6 @@ class DecodeConfig:
     num_stages: int  # of the software pipeline; for dots only
     splits: int  # programs that share one context
     decode_bits: bool = False  # float8 pages by integer arithmetic: below sm_89 there is no cast
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,16 +113,6 @@ def _quotient(at: Array, size: int) -> Array:
 
 def _remainder(at: Array, size: int) -> Array:
     return at & (size - 1) if size == power_of_two(size) else lax.rem(at, jnp.int32(size))
-
-
-def decode_float8(x: Array) -> Array:
-    """float8_e4m3fn to float32 by moving bits, exact but for NaN, which becomes ±480 (no quantiser writes it).
-
-    Sign, exponent and mantissa in their places in a float16 are the value over 2**(15 - 7), the biases' difference.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
-    moved = ((bits << 7) & jnp.int16(0x3F80)) | (bits & jnp.int16(-0x8000))
-    return lax.bitcast_convert_type(moved, jnp.float16).astype(jnp.float32) * 256.0
 
 
 def scores_of(static: Static, raw: Array, k_scale: Array | None) -> Array:

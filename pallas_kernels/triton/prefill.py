@@ -33,11 +33,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, Num
 
 from ..shapes import QUANTIZED, AttentionOptions, AttentionShape
-from ..tuning import CARDS, UNKNOWN
-from .decode_pages import LOG2E, power_of_two
+from ..tuning import card
+from .common import LOG2E, MASKED, power_of_two, refusal
 from .prefill_blocks import PrefillConfig, Refs, Static, dot, exp2_scaled, load_block, widen
-
-MASKED = -1e30  # a finite minus infinity: MASKED - MASKED stays defined in rows that see nothing
 
 
 class _Run(NamedTuple):
@@ -261,25 +259,7 @@ def _merge(acc: Array, top: Array, total: Array) -> Array:
     return out / jnp.where(denominator == 0.0, 1.0, denominator)[..., None]
 
 
-def prefill_refusal(shape: AttentionShape) -> str | None:
-    """Why this kernel cannot do ``shape``, or None."""
-    floats = ("float32", "bfloat16", "float16")
-    if not 1 <= shape.head_dim <= 256:
-        return f"head_dim {shape.head_dim} is above 256"
-    if shape.heads % shape.kv_heads:
-        return f"{shape.heads} query heads are no multiple of {shape.kv_heads} KV heads"
-    if shape.group > 64:
-        return f"{shape.group} query heads per KV head are above 64"
-    if shape.dtype not in floats:
-        return f"queries are {shape.dtype}; known: {', '.join(floats)}"
-    if shape.kv_dtype not in (*floats, *QUANTIZED):
-        return f"pages are {shape.kv_dtype}; known: {', '.join((*floats, *QUANTIZED))}"
-    size = shape.num_pages * shape.page_size * shape.kv_heads * shape.head_dim
-    if shape.kv_dtype in QUANTIZED and 2**31 <= size <= 2**32:
-        return f"a cache of {size} one-byte elements is between 2 and 4 GiB, where Triton's 32-bit offsets overflow"
-    if shape.family is not None and shape.family not in CARDS:
-        return f"GPU family {shape.family} is not among {', '.join(CARDS)}"
-    return None
+prefill_refusal = refusal
 
 
 def default_config(shape: AttentionShape) -> PrefillConfig:
@@ -288,28 +268,21 @@ def default_config(shape: AttentionShape) -> PrefillConfig:
     On sm_90 the products are wgmma from ``block_q`` 64 on, for all dtypes but float32, which is multiplied without
     tensor cores. An unknown family gets what fits all of them.
     """
-    big = shape.family in (
-        "sm_90",
-        "sm_100",
-        "sm_103",
-    )  # 227 KiB of shared memory a block; sm_86, 89, 120 have 99
+    big = card(shape.family).shared_memory > 200_000  # sm_90 and sm_100; more per block than the others have
     wide = power_of_two(shape.head_dim) > 128
     full = "float32" in (shape.dtype, shape.kv_dtype)
     if full:
         block_q, block_kv, stages = (32, 16, 2) if wide or not big else (64, 32, 2)
     elif wide:
-        # Before wgmma the widened K and V pass through registers; blocks of 32 positions of them spill.
-        hopper = shape.family == "sm_90" and shape.kv_dtype in QUANTIZED
-        block_q, block_kv, stages = (
-            32 if shape.family in ("sm_100", "sm_103") else 64,
-            16 if hopper else 32,
-            2,
-        )
+        # The widened K and V pass through registers; blocks of 32 positions of them spill.
+        small = shape.family in ("sm_90", "sm_120", "sm_121") and shape.kv_dtype in QUANTIZED
+        block_q, block_kv = 32 if shape.family in ("sm_100", "sm_103") else 64, 16 if small else 32
+        stages = 2
     elif not big and shape.kv_dtype in QUANTIZED:
         block_q, block_kv, stages = (64, 32, 3)
     else:  # masked columns of a padded head take registers
         block_q, block_kv, stages = (128, 64 if big and shape.head_dim in (16, 32, 64, 128) else 32, 3)
-    warps = 8
+    warps = 4 if full and shape.group > 8 and not big else 8
     used = power_of_two(shape.rows * shape.group)
     if used < block_q:
         block_q = max(16, used, power_of_two(shape.group))
@@ -318,10 +291,8 @@ def default_config(shape: AttentionShape) -> PrefillConfig:
     block_kv = min(block_kv, max(16, power_of_two(context)))
     # Enough programs for the chip, but each split with at least eight blocks of the longest context it is made for.
     programs = -(-shape.rows // (block_q // shape.group)) * shape.kv_heads
-    splits = min(
-        CARDS.get(shape.family or "", UNKNOWN).multiprocessors // programs,
-        context // (8 * block_kv),
-        8,
-    )
+    splits = min(card(shape.family).multiprocessors // programs, context // (8 * block_kv), 8)
+    if wide and shape.family == "sm_90" and shape.kv_dtype in QUANTIZED:
+        splits = 1  # with the parts' addresses too, four bytes would spill
     bits = shape.family is None or shape.family in ("sm_80", "sm_86")
     return PrefillConfig(block_q, block_kv, warps, stages, max(1, splits), bits)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
 from ..shapes import AttentionOptions
-from .decode_pages import decode_float8
+from .common import decode_float8
 
 
 @dataclasses.dataclass(frozen=True)

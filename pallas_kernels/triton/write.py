@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from ..quantized import LARGEST, SMALLEST, inverse, scale_for
 from ..shapes import QUANTIZED, AttentionShape
+from .common import power_of_two
 
 MAX_ELEMENTS = 2**31 - 1  # of one array of pages: offsets have 32 bits
 
@@ -54,17 +55,13 @@ def rotate_refusal(shape: AttentionShape) -> str | None:
     return write_refusal(shape)
 
 
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 # -- plain pages -------------------------------------------------------------------------------------------------------
 
 
 def _rotate_kernel(static: tuple[int, int, int, int, int], *refs: Any) -> None:
     heads_ref, cos_ref, sin_ref, page_ref, offset_ref, _k, _v, q_ref, k_ref, v_ref = refs
     heads, kv_heads, half, num_pages, block = static
-    row, width = pl.program_id(0), _power(half)
+    row, width = pl.program_id(0), power_of_two(half)
     head = pl.program_id(1) * block + jnp.arange(block)[:, None]
     at = jnp.arange(width)[None, :]
     live = (head < heads + 2 * kv_heads) & (at < half)
@@ -117,7 +114,7 @@ def rotate_and_write(
     num_pages, _, kv_heads, _ = k_pages.shape
     config = config or WriteConfig()
     half, queries = dim // 2, total - 2 * kv_heads
-    block = min(config.heads, _power(total))
+    block = min(config.heads, power_of_two(total))
     out = pl.pallas_call(
         functools.partial(_rotate_kernel, (queries, kv_heads, half, num_pages, block)),
         grid=(rows, -(-total // block)),
@@ -158,7 +155,7 @@ def _quantize_kernel(static: tuple[int, int, int, str], *refs: Any) -> None:
     page, offset = plt.load(page_ref.at[row]), plt.load(offset_ref.at[row])
     before = plt.load(page_ref.at[jnp.maximum(row - 1, 0)])
     leads = (page < num_pages) & ((row == 0) | (before != page))
-    lane = jnp.arange(_power(dim))
+    lane = jnp.arange(power_of_two(dim))
 
     def same(at: Array) -> Array:
         return (at < count) & (plt.load(page_ref.at[jnp.minimum(at, count - 1)]) == page)

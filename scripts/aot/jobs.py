@@ -85,6 +85,9 @@ DECODES = [
     KernelCase("paged_decode", "triton", 64, dtype="float32", kv_dtype="float32"),
     KernelCase("paged_decode", "triton", 64, kv_dtype="int8"),
     KernelCase("paged_decode", "triton", 64, kv_dtype="float8_e4m3fn"),
+    KernelCase("paged_decode", "triton", 64, heads=16, kv_heads=8, head_dim=256, kv_dtype="int8"),
+    KernelCase("paged_decode", "triton", 64, heads=64, kv_heads=1),
+    KernelCase("paged_decode", "triton", 64, heads=16, kv_heads=1, dtype="float32", kv_dtype="float32"),
 ]
 PREFILLS = [
     dataclasses.replace(case, operation="paged_prefill", rows=256 if case.rows == 64 else 2048)

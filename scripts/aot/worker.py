@@ -144,7 +144,7 @@ def compile_job(target: Target, job: KernelCase | Program, device: Any, folder: 
     return result
 
 
-def mosaic_report(job: KernelCase, target: Target, device: Any, folder: Path) -> dict[str, Any]:
+def mosaic_report(target: Target, job: KernelCase, device: Any, folder: Path) -> dict[str, Any]:
     """The same for a Mosaic kernel, which calls the assembler itself and prints all: the PTX and the report."""
     printed = folder / "printed"
     saved = os.dup(1), os.dup(2)
@@ -168,10 +168,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 device = device or device_of(target)
-                mosaic = getattr(job, "backend", "") == "mosaic"
-                run = mosaic_report if mosaic else None
-                where = Path(folder)
-                result = run(job, target, device, where) if run else compile_job(target, job, device, where)
+                run = mosaic_report if getattr(job, "backend", "") == "mosaic" else compile_job
+                result = run(target, job, device, Path(folder))
             except Exception as error:
                 words = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:400]
                 result = {"target": target.name, "job": job.name, "error": words}

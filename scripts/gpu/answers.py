@@ -110,7 +110,8 @@ def run(job: Job) -> None:
         if not kept:
             job.emit("tokens", ok=False, note="the CPU's side left no tokens; see its log")
             return
-        settings = {"num_scheduler_steps": 4, "attention_backend": "triton" if job.dry_run else "auto"}
+        backend = "triton" if job.dry_run else "auto"
+        settings: dict[str, Any] = {"num_scheduler_steps": 4, "attention_backend": backend}
         for dtype in ("float32",) if job.dry_run else ("float32", "bfloat16"):
             if job.enough(dtype, 5):
                 with job.guarded(dtype):

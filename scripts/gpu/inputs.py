@@ -106,7 +106,7 @@ def large_pool(
 
     make = jax.jit(random_pages)
     order = np.random.default_rng(seed).permutation(total).astype(np.int32).reshape(sets, slots, width)
-    scales = (None, None)
+    scales: tuple[Any, Any] = (None, None)
     if case.pages in QUANTIZED:
         one = jnp.full((total, case.kv_heads), 1 / 64 if case.pages == "int8" else 1.0, jnp.float32)
         scales = (one, one)

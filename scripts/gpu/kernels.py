@@ -22,7 +22,8 @@ from facts import family, the_device
 from inputs import Case, needed, poisoned_pool
 from job import Job
 
-from jaxsched.pallas_kernels import reference, tuning
+from jaxsched.pallas_kernels import reference
+from jaxsched.pallas_kernels.ops import sizes
 from jaxsched.pallas_kernels.shapes import AttentionOptions, AttentionShape
 
 # float32: sums of up to 2,000 terms of size 1 in another order, and the GPU's exp. bfloat16 and float16: the weights
@@ -72,7 +73,7 @@ def decode_problem(case: Case, seed: int, longest: int) -> Problem:
         z + 1,
         min(7 * z + 3, longest),
         0,
-        *rng.integers(1, longest, 3).tolist(),
+        *map(int, rng.integers(1, longest, 3)),
         longest,
     ]
     # The widest any seed can need, so that all seeds of a case share one compiled program.
@@ -92,8 +93,8 @@ def prefill_problem(case: Case, seed: int, longest: int, rows: int = 160, slots:
     at = 0
     for s in rng.permutation(slots)[:4]:
         run = int(min(rng.integers(1, rows // 3), rows - at, longest))
-        start = int(rng.choice([0, z - 1, z, int(rng.integers(0, longest))]))
-        start = min(start, longest - run)
+        starts = (0, z - 1, z, int(rng.integers(0, longest)))
+        start = min(starts[int(rng.integers(len(starts)))], longest - run)
         slot[at : at + run], position[at : at + run] = s, np.arange(start, start + run)
         lengths[s] = start + run
         at = min(rows, at + run + int(rng.integers(0, 3)))
@@ -118,10 +119,8 @@ def kernel_default(backend: str, operation: str, shape: AttentionShape) -> Any:
 
 
 def chosen_config(backend: str, operation: str, shape: AttentionShape) -> Any:
-    """The kernel's own configuration, changed by what the tuning table says."""
-    row = tuning.find(f"paged_{operation}", backend, shape)
-    default = kernel_default(backend, operation, shape)
-    return default if row is None else dataclasses.replace(default, **row.config)
+    """The configuration that a call without one gets: the kernel's own choice, changed by the tuning table."""
+    return sizes(f"paged_{operation}", backend, shape)
 
 
 def shape_of(problem: Problem, device: jax.Device) -> AttentionShape:

@@ -91,7 +91,7 @@ def choose_scale(limit: int | None, *, dry_run: bool, layers: int = 32) -> Scale
             intermediate_size=96,
         )
         return Scale(small, ((2, 24), (4, 16)), 16, 4, "dry run: 2 tiny layers")
-    loads = ((64, 2048), (1, 2048), (256, 1024), (16, 2048))
+    loads: tuple[tuple[int, int], ...] = ((64, 2048), (1, 2048), (256, 1024), (16, 2048))
     while True:
         for count in (n for n in (layers, 16, 8, 4) if n <= layers):
             scale = Scale(llama_8b(count), loads, 256, 32, f"{count} layers")
@@ -191,7 +191,8 @@ class Runner:
 
     def rounds(self, key: ProgramKey, segments: int, count: int) -> None:
         """``count`` rounds of ``segments`` programs each."""
-        programs, previous = self.programs[key], []
+        programs = self.programs[key]
+        previous: list[Any] = []
         for _ in range(count):
             tokens = []
             for _ in range(segments):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clock import Timing, calls_for, time_calls
+from clock import REPEATS, Timing, calls_for, time_calls
 from facts import COPY, HOPED, MATMUL, family, rates, the_device
 from inputs import Case, large_pool
 from job import Job
@@ -72,7 +72,7 @@ LOADS = (
     Load("decode 16 x 8k", LLAMA, 16, 8192),
     Load("decode 64 x 2k D64", Case(24, 8, 64, 16), 64, 2048),
 )
-TINY = Case(4, 2, 16, 16)
+TINY = Case(4, 2, 64, 16)
 DRY = (Load("decode 2 x 40", TINY, 2, 40, target=0.85), Load("prefill 20 at 40", TINY, 2, 40, rows=20))
 
 
@@ -89,7 +89,7 @@ class Bench:
     scales: tuple[Any, Any]
     rest: tuple[jax.Array, ...]  # context_len, or slot and position
 
-    def time(self, backend: str, config: Any, *, interpret: bool, repeats: int = 7) -> Timing:
+    def time(self, backend: str, config: Any, *, interpret: bool, repeats: int = REPEATS) -> Timing:
         """Seconds of one call; what a backend raises passes through."""
         function, _ = kernel(backend, self.load.operation)
         options, dry = self.load.case.options, interpret
@@ -105,7 +105,9 @@ class Bench:
         )
         calls = calls_for(floor, dry_run=dry)
         operands = (self.k_pages, self.v_pages, self.scales, self.rest, *self.tables)
-        return time_calls(step, self.q, *operands, calls=calls, repeats=repeats, per_step=len(self.tables))
+        return time_calls(
+            step, self.q, *operands, calls=calls, repeats=1 if dry else repeats, per_step=len(self.tables)
+        )
 
 
 def prepare(load: Load, device: jax.Device, *, dry_run: bool = False) -> Bench:
@@ -120,7 +122,7 @@ def prepare(load: Load, device: jax.Device, *, dry_run: bool = False) -> Bench:
     if load.rows:
         slot = np.repeat(np.arange(load.slots, dtype=np.int32), load.rows)
         position = np.tile(np.arange(load.context - load.rows, load.context, dtype=np.int32), load.slots)
-        rest = (jnp.asarray(slot), jnp.asarray(position))
+        rest: tuple[jax.Array, ...] = (jnp.asarray(slot), jnp.asarray(position))
     else:
         rest = (jnp.full((load.slots,), load.context, jnp.int32),)
     shape = AttentionShape.of(q, k, tables[0], family(device))

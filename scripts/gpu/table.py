@@ -55,7 +55,7 @@ def _check_lines(checks: list[Row]) -> list[list[str]]:
     """One line per group of checks, then each failure."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in checks:
-        key = (row["section"], row["part"], row.get("group", row["name"]))
+        key = (row["section"], row["part"], str(row.get("group", row["name"])))
         groups.setdefault(key, []).append(row)
     lines = []
     for (section, part, name), members in groups.items():

@@ -178,7 +178,9 @@ def table_rows(results: list[dict[str, Any]]) -> list[str]:
         members.sort(key=lambda result: result["row"]["rows"])
         for number, result in enumerate(members):
             row = {**result["row"], "rows": None if number == len(members) - 1 else result["row"]["rows"]}
-            text = ", ".join(f"{name}={value!r}" for name, value in row.items() if value is not None)
+            text = ", ".join(
+                f"{name}={json.dumps(value)}" for name, value in row.items() if value is not None
+            )
             first, best = result["default_microseconds"], result["microseconds"]
             said = f"{best:.0f} µs, untuned {first:.0f} µs: {result['load']}"
             said += f"; {result['splits']}" if "splits" in result else ""

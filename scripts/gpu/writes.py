@@ -130,7 +130,7 @@ def sampling(job: Job, rng: np.random.Generator) -> None:
     top_k, top_p = (np.array(x) for x in zip(*((k, p) for k in ks for p in ps), strict=True))
     count = len(top_k)
     logits = (3 * rng.standard_normal((count, vocab), np.float32)).astype(np.float32)
-    rows = SamplingRows(
+    rows: Any = SamplingRows(
         temperature=np.full(count, 0.8, np.float32),
         top_k=top_k.astype(np.int32),
         top_p=top_p.astype(np.float32),

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxsched.pallas_kernels import AttentionOptions, AttentionShape, paged_decode
-from jaxsched.pallas_kernels.triton import decode, decode_pages
+from jaxsched.pallas_kernels.triton import common, decode
 from jaxsched.pallas_kernels.tuning import CARDS, UNKNOWN
 
 LLAMA = AttentionShape(
@@ -83,7 +83,7 @@ def test_float8_by_integer_arithmetic_is_the_cast():
     """All 254 values that are numbers; what sm_80 does in the place of a conversion that it lacks."""
     bits = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint8)
     stored = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e4m3fn)
-    got = decode_pages.decode_float8(stored)
+    got = common.decode_float8(stored)
     np.testing.assert_array_equal(got, stored.astype(jnp.float32))
 
 
