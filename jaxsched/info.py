@@ -187,9 +187,13 @@ def storage_type(checkpoint: Checkpoint) -> str:
     return gguf.GGMLQuantizationType(sizes.most_common(1)[0][0]).name
 
 
-def describe_rope(rope: RopeConfig) -> str:
+def describe_rope(rope: RopeConfig | None) -> str:
     """One line, such as "llama3, theta 500000, factor 8 from 8192 tokens"."""
+    if rope is None:
+        return "none"
     text = f"{rope.kind}, theta {rope.theta:.10g}"
+    if rope.partial != 1:
+        text += f", {rope.partial:.4g} of each head"
     if rope.kind == "default":
         return text
     origin = f" from {rope.original_max_position} tokens" if rope.original_max_position else ""

@@ -51,6 +51,7 @@ def load_engine(
     config = EngineConfig(**settings)
     use_compilation_cache()
     checkpoint = open_checkpoint(default_model() if model is None else model, revision=revision)
+    checkpoint = checkpoint.at_length(config.max_model_len)
     device = jax.local_devices()[0]
     platform = "cpu" if device.platform == "cpu" else "gpu"
     model_config = checkpoint.model_config

@@ -6,8 +6,17 @@ if not __name__.startswith("jaxsched."):
         "run from another folder or install the package"
     )
 
-from .config import ModelConfig, RopeConfig
+from .config import LayerConfig, ModelConfig
 from .decoder import Decoder
-from .registry import family_of, supported_architectures
+from .registry import Family, family_of, supported_architectures
+from .rope import RopeConfig
 
-__all__ = ["Decoder", "ModelConfig", "RopeConfig", "family_of", "supported_architectures"]
+__all__ = [
+    "Decoder",
+    "Family",
+    "LayerConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "family_of",
+    "supported_architectures",
+]

@@ -1,4 +1,4 @@
-"""One dense decoder with options. It knows nothing of pages: the caller says how attention is computed."""
+"""One decoder with options. It knows nothing of pages: the caller says how attention is computed."""
 
 from __future__ import annotations
 
@@ -12,91 +12,87 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxsched.pallas_kernels.rotary import rotate
+from jaxsched.pallas_kernels.shapes import AttentionOptions
 
 from .config import ModelConfig
+from .experts import Experts
+from .parts import Linear, Mlp, RMSNorm, new_norm, precision, soft_cap
 
 
 @runtime_checkable
 class AttendHeads(Protocol):
     """Attention that rotates itself, so that rotating and writing K and V can be one kernel."""
 
-    def heads(self, context: Any, heads: Array, cos: Array, sin: Array, cache: Any) -> tuple[Array, Any]:
+    def heads(
+        self, context: Any, heads: Array, cos: Array, sin: Array, cache: Any, options: AttentionOptions
+    ) -> tuple[Array, Any]:
         """``heads [T,H+2K,D]``: queries, keys and values as projected; ``cos``, ``sin`` float32 ``[T,1,D/2]``."""
 
 
-Attend = Callable[[Any, Array, Array, Array, Any], tuple[Array, Any]] | AttendHeads
-"""``attend(context, q [T,H,D], k [T,K,D], v [T,K,D], cache) -> ([T,H,D], cache)``, q and k already rotated; or an
-object with ``heads``. ``context`` is whatever all layers share (positions, tables), ``cache`` what one layer remembers.
+Attend = Callable[[Any, Array, Array, Array, Any, AttentionOptions], tuple[Array, Any]] | AttendHeads
+"""``attend(context, q [T,H,D], k [T,K,D], v [T,K,D], cache, options) -> ([T,H,D], cache)``, q and k already rotated; or
+an object with ``heads``. ``context`` is whatever all layers share (positions, tables), ``cache`` what one layer
+remembers, ``options`` the layer's formula.
 """
 
 
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    # float32 means float32: without this a GPU multiplies in TF32.
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
-class Linear(nnx.Module):
-    """``x [T, in] -> [T, out]`` with a kernel ``[in, out]`` and an optional bias."""
-
-    def __init__(self, width_in: int, width_out: int, bias: bool, dtype: jnp.dtype):
-        self.kernel = nnx.Param(jnp.zeros((width_in, width_out), dtype))
-        self.bias = nnx.Param(jnp.zeros((width_out,), dtype)) if bias else None
-
-    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        y = jnp.dot(x, self.kernel[...], precision=_precision(x.dtype))
-        return y if self.bias is None else y + self.bias[...]
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019), computed in float32."""
-
-    def __init__(self, width: int, eps: float, dtype: jnp.dtype):
-        self.scale = nnx.Param(jnp.ones((width,), dtype))
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return self.scale[...] * wide.astype(x.dtype)
-
-
 class SelfAttention(nnx.Module):
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+    """Projections, norms of queries and keys, and in between whatever attention the caller has."""
+
+    def __init__(self, c: ModelConfig, index: int, dtype: jnp.dtype):
+        layer = c.layers[index]
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.clip, self.norm_all = c.clip_qkv, c.qk_norm == "all"
+        scale = layer.scale or c.attention_scale or c.head_dim**-0.5
+        self.options = AttentionOptions(scale, layer.window, c.attention_soft_cap)
         q = c.num_heads * c.head_dim
-        self.qkv = Linear(c.hidden_size, q + 2 * c.kv_width, c.attention_bias, dtype)
-        self.out = Linear(q, c.hidden_size, c.attention_bias, dtype)
+        self.qkv = Linear(c.hidden_size, q + 2 * c.kv_width, c.qkv_bias, dtype)
+        self.out = Linear(q, c.hidden_size, c.out_bias, dtype)
+        q_width, k_width = (q, c.kv_width) if self.norm_all else (c.head_dim, c.head_dim)
+        self.q_norm = RMSNorm(q_width, c.norm_eps, c.norm_offset, dtype) if c.qk_norm else None
+        self.k_norm = RMSNorm(k_width, c.norm_eps, c.norm_offset, dtype) if c.qk_norm else None
 
     def __call__(self, x: Array, cos: Array, sin: Array, attend: Callable) -> tuple[Array, Any]:
         rows = x.shape[0]
         heads = self.qkv(x).reshape(rows, self.heads + 2 * self.kv_heads, self.head_dim)
-        y, cache = attend(heads, cos, sin)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = jnp.split(heads, (self.heads, self.heads + self.kv_heads), axis=1)
+            q, k = (self._normed(norm, part) for norm, part in ((self.q_norm, q), (self.k_norm, k)))
+            heads = jnp.concatenate((q, k, v), axis=1)
+        if self.clip is not None:
+            heads = jnp.clip(heads, -self.clip, self.clip)
+        y, cache = attend(heads, cos, sin, self.options)
         return self.out(y.reshape(rows, -1)), cache
 
-
-class Mlp(nnx.Module):
-    """SwiGLU (Shazeer 2020), gate and up in one product."""
-
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
-        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
-        self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
-
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+    def _normed(self, norm: RMSNorm, heads: Array) -> Array:
+        return norm(heads.reshape(heads.shape[0], -1)).reshape(heads.shape) if self.norm_all else norm(heads)
 
 
 class Layer(nnx.Module):
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
-        self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.attention = SelfAttention(c, dtype)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.mlp = Mlp(c, dtype)
+    """Attention and MLP, each with a norm before it, behind it, or both."""
+
+    def __init__(self, c: ModelConfig, index: int, dtype: jnp.dtype):
+        before, behind = c.norms != "post", c.norms != "pre"
+        self.attn_norm = new_norm(c, dtype) if before else None
+        self.attention = SelfAttention(c, index, dtype)
+        self.attn_post_norm = new_norm(c, dtype) if behind else None
+        self.mlp_norm = new_norm(c, dtype) if before else None
+        self.mlp = Experts(c, dtype) if c.layers[index].experts else Mlp(c, c.intermediate_size, dtype)
+        self.mlp_post_norm = new_norm(c, dtype) if behind else None
+        self.parallel, self.residual_scale = c.parallel, c.residual_scale
 
     def __call__(self, x: Array, cos: Array, sin: Array, attend: Callable) -> tuple[Array, Any]:
-        y, cache = self.attention(self.attn_norm(x), cos, sin, attend)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        y, cache = self.attention(_maybe(self.attn_norm, x), cos, sin, attend)
+        between = self._add(x, _maybe(self.attn_post_norm, y))
+        z = self.mlp(_maybe(self.mlp_norm, x if self.parallel else between))
+        return self._add(between, _maybe(self.mlp_post_norm, z)), cache
+
+    def _add(self, x: Array, y: Array) -> Array:
+        return x + (y if self.residual_scale == 1 else y * jnp.asarray(self.residual_scale, y.dtype))
+
+
+def _maybe(norm: nnx.Module | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -113,34 +109,34 @@ def _run_layer(
     """One layer. Jitted so that equal layers are traced once; XLA inlines the calls, so the program stays unrolled."""
     layer = nnx.merge(graph, params)
 
-    def attend_heads(heads: Array, cos: Array, sin: Array) -> tuple[Array, Any]:
+    def attend_heads(heads: Array, cos: Array, sin: Array, options: AttentionOptions) -> tuple[Array, Any]:
         if isinstance(attend, AttendHeads):
-            return attend.heads(context, heads, cos, sin, cache)
+            return attend.heads(context, heads, cos, sin, cache, options)
         queries, kv_heads = layer.attention.heads, layer.attention.kv_heads
         q, k, v = jnp.split(heads, (queries, queries + kv_heads), axis=1)
-        return attend(context, rotate(q, cos, sin), rotate(k, cos, sin), v, cache)
+        return attend(context, rotate(q, cos, sin), rotate(k, cos, sin), v, cache, options)
 
     return layer(x, cos, sin, attend_heads)
 
 
 class Embedding(nnx.Module):
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
-        self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), dtype))
+    """A table ``[rows, E]``."""
+
+    def __init__(self, rows: int, width: int, dtype: jnp.dtype):
+        self.embedding = nnx.Param(jnp.zeros((rows, width), dtype))
 
 
 class Decoder(nnx.Module):
     """Decoder-only transformer. Parameters are zeros until a loader fills them; see ``jaxsched.weights``."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")):
-        self.config = config
-        self.embed = Embedding(config, dtype)
-        self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(config.hidden_size, config.vocab_size, False, dtype)
-        )
+        c = self.config = config
+        self.embed = Embedding(c.vocab_size, c.hidden_size, dtype)
+        learned = c.learned_positions
+        self.positions = Embedding(c.max_position_embeddings, c.hidden_size, dtype) if learned else None
+        self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
+        self.norm = new_norm(c, dtype)
+        self.head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, False, dtype)
 
     def __call__(
         self,
@@ -156,25 +152,42 @@ class Decoder(nnx.Module):
         ``trace``, a list, collects the embedding and each layer's output.
         """
         x = self.embed.embedding[...][tokens]
-        inv_freq, scale = self.config.rope.frequencies(self.config.head_dim)
-        angles = positions[:, None, None].astype(jnp.float32) * inv_freq
-        cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions.embedding[...][positions]
         if trace is not None:
             trace.append(x)
+        turns = {rope: self._turns(rope, positions) for rope in {c.rope for c in self.config.layers}}
         out = []
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache, config in zip(self.layers, caches, self.config.layers, strict=True):
             graph, params = nnx.split(layer)
+            cos, sin = turns[config.rope]
             x, cache = _run_layer(graph, attend, nnx.as_pure(params), x, cos, sin, context, cache)
             out.append(cache)
             if trace is not None:
                 trace.append(x)
         return x, out
 
+    def _turns(self, rope: int | None, positions: Int[Array, "T"]) -> tuple[Array, Array]:
+        """cos and sin ``[T,1,D/2]`` of a rotary embedding; of None a turn by nothing."""
+        dim = self.config.head_dim
+        if rope is None:
+            shape = (positions.shape[0], 1, dim // 2)
+            return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+        inv_freq, scale = self.config.ropes[rope].frequencies(dim)
+        angles = positions[:, None, None].astype(jnp.float32) * inv_freq
+        return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """float32 scores over the vocabulary for the given rows of hidden states."""
         x = self.norm(hidden)
-        precision = _precision(x.dtype)
+        exact = precision(x.dtype)
         if self.head is None:
             table = self.embed.embedding[...]
-            return jnp.einsum("re,ve->rv", x, table, precision=precision, preferred_element_type=jnp.float32)
-        return jnp.dot(x, self.head.kernel[...], precision=precision, preferred_element_type=jnp.float32)
+            scores = jnp.einsum("re,ve->rv", x, table, precision=exact, preferred_element_type=jnp.float32)
+        else:
+            scores = jnp.dot(x, self.head.kernel[...], precision=exact, preferred_element_type=jnp.float32)
+        if self.config.logit_scale != 1:
+            scores = scores * self.config.logit_scale
+        return soft_cap(scores, self.config.logit_soft_cap)

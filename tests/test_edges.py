@@ -169,8 +169,8 @@ def test_rope_values_that_make_no_sense(rope):
 
 
 def test_configurations_that_make_no_sense():
-    with pytest.raises(ValueError, match="rms_norm_eps is nan"):
-        ModelConfig(**{**BASE.__dict__, "rms_norm_eps": float("nan")})
+    with pytest.raises(ValueError, match="norm_eps is nan"):
+        ModelConfig(**{**BASE.__dict__, "norm_eps": float("nan")})
     assert family_of({"architectures": "LlamaForCausalLM"})
     with pytest.raises(ValueError, match="num_scheduler_steps is 1000000000; it must be at most 1024"):
         EngineConfig(num_scheduler_steps=10**9)

@@ -123,7 +123,7 @@ def write_toy(
     tensors = {
         name: _random(name, shape, scale, seed) for name, (shape, scale) in _tensor_shapes(config).items()
     }
-    return _write_checkpoint(Path(path), config, tensors, add_bos=add_bos, shards=shards)
+    return write_checkpoint(Path(path), config, tensors, add_bos=add_bos, shards=shards)
 
 
 def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], float]]:
@@ -222,7 +222,7 @@ def write_script_model(
     normed = (1 / vocab + config["rms_norm_eps"]) ** -0.5  # what the final norm makes of a unit row
     head = tensors["lm_head.weight"]
     head[successor, np.arange(vocab)] = gap / normed
-    _write_checkpoint(Path(path), config, tensors, extra_tokens=extras)
+    write_checkpoint(Path(path), config, tensors, extra_tokens=extras)
     return ids
 
 
@@ -253,7 +253,7 @@ def make_tokenizer(*, add_bos: bool = False, extra_tokens: Sequence[bytes] = ())
     return tokenizer
 
 
-def _write_checkpoint(
+def write_checkpoint(
     path: Path,
     config: dict[str, Any],
     tensors: dict[str, np.ndarray],
@@ -262,6 +262,7 @@ def _write_checkpoint(
     shards: int = 1,
     extra_tokens: Sequence[bytes] = (),
 ) -> Path:
+    """Writes the files of a checkpoint with the byte tokenizer into the folder ``path``."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -270,7 +271,7 @@ def _write_checkpoint(
         "pad_token": "<|pad|>",
         "add_bos_token": add_bos,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": config["max_position_embeddings"],
+        "model_max_length": config.get("max_position_embeddings", 1024),
         "chat_template": CHAT_TEMPLATE,
     }
     # A chat turn ends in <|im_end|>: like many chat models, only generation_config.json says so.

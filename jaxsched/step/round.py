@@ -21,6 +21,7 @@ from jaxtyping import Array
 from jaxsched.models import Decoder
 from jaxsched.pallas_kernels import paged_decode, paged_prefill, rotate_and_write
 from jaxsched.pallas_kernels.ops import page_of
+from jaxsched.pallas_kernels.shapes import AttentionOptions
 
 from .controls import advance_controls, controlled, granted
 from .inputs import (
@@ -84,19 +85,24 @@ class _Attention:
     implementation: str | None
 
     def heads(
-        self, rows: _Rows, heads: Array, cos: Array, sin: Array, pages: tuple[Array, Array]
+        self,
+        rows: _Rows,
+        heads: Array,
+        cos: Array,
+        sin: Array,
+        pages: tuple[Array, Array],
+        options: AttentionOptions,
     ) -> tuple[Array, tuple[Array, Array]]:
         place = (*pages, rows.page, rows.offset)
         written = rotate_and_write(heads, cos, sin, *place, implementation=self.implementation)
         q, k_pages, v_pages = written
         slots = rows.visible.shape[0]
-        decode = partial(paged_decode, scale=q.shape[-1] ** -0.5, implementation=self.implementation)
-        out = decode(q[:slots], k_pages, v_pages, rows.block_table, rows.visible)
+        formula = {**dataclasses.asdict(options), "implementation": self.implementation}
+        out = paged_decode(q[:slots], k_pages, v_pages, rows.block_table, rows.visible, **formula)
         if rows.chunk_slot is not None:
             assert rows.chunk_position is not None
             where = (rows.block_table, rows.chunk_slot, rows.chunk_position)
-            prefill = partial(paged_prefill, scale=q.shape[-1] ** -0.5, implementation=self.implementation)
-            out = jnp.concatenate((out, prefill(q[slots:], k_pages, v_pages, *where)))
+            out = jnp.concatenate((out, paged_prefill(q[slots:], k_pages, v_pages, *where, **formula)))
         return out, (k_pages, v_pages)
 
 

@@ -33,6 +33,10 @@ class Checkpoint:
     bos_token_id: int | None
     source: TensorSource
 
+    def at_length(self, max_model_len: int | None) -> Checkpoint:
+        """The checkpoint for sequences of up to ``max_model_len`` tokens; see ``ModelConfig.at_length``."""
+        return dataclasses.replace(self, model_config=self.model_config.at_length(max_model_len))
+
 
 def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
     """Opens a checkpoint without reading its tensors.

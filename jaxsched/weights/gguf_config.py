@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxsched.gguf_file import GGUFHeader
 
-from ..models.config import RopeConfig
+from ..models import RopeConfig
 from .errors import CheckpointError
 
 # general.architecture -> class name in config.json; any other goes to the registry as model_type.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -11,15 +10,14 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from ..models import Decoder, ModelConfig, family_of
-from ..models.weights import Rule
+from ..models import Decoder, Family, ModelConfig, family_of
+from ..models.weights import Rule, weight_table
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .source import TensorSource
 
 _FLOATING = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 _LISTED = 10  # names in an error
-_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def load_model(
@@ -49,7 +47,7 @@ def load_params(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype {dtype} is not a floating-point type; use float32, bfloat16 or float16")
     family, source = family_of(checkpoint.config), checkpoint.source
-    table = family.weight_table(checkpoint.model_config)
+    table = _weight_table(checkpoint, family)
     _account_for_every_tensor(checkpoint, family, table)
     _, abstract = _structure(checkpoint.model_config, dtype)
     paths = [_dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract)]
@@ -64,6 +62,14 @@ def load_params(
         return jax.block_until_ready(jax.device_put(value, device))
 
     return jax.tree_util.tree_map_with_path(fill, abstract)
+
+
+def _weight_table(checkpoint: Checkpoint, family: Family) -> dict[str, Rule]:
+    """The family's table, by the names of a bare model if the checkpoint has those."""
+    names, found = family.names, checkpoint.source.shapes()
+    if f"{names.embed}.weight" not in found and f"{names.bare().embed}.weight" in found:
+        names = names.bare()
+    return weight_table(checkpoint.model_config, names)
 
 
 def _structure(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:
@@ -90,22 +96,25 @@ def _parameter(source: TensorSource, rule: Rule, dtype: jnp.dtype) -> np.ndarray
     return value if value.flags.owndata else value.copy()
 
 
-def _account_for_every_tensor(checkpoint: Checkpoint, family: ModuleType, table: dict[str, Rule]) -> None:
+def _account_for_every_tensor(checkpoint: Checkpoint, family: Family, table: dict[str, Rule]) -> None:
     found = checkpoint.source.shapes()
     wanted = {
         name: shape for rule in table.values() for name, shape in zip(rule.sources, rule.shapes, strict=True)
     }
     tied = checkpoint.model_config.tie_word_embeddings
-    if not tied and _HEAD not in found and _HEAD in wanted and _EMBED in found:
+    head, embed = f"{family.names.head}.weight", table["embed.embedding"].sources[0]
+    if not tied and head not in found and head in wanted and embed in found:
         raise CheckpointError(
-            f"{checkpoint.path}: tie_word_embeddings is false, but the checkpoint has no {_HEAD!r}; "
+            f"{checkpoint.path}: tie_word_embeddings is false, but the checkpoint has no {head!r}; "
             "set tie_word_embeddings to true in config.json if the head shares the embedding table, "
             "otherwise download the missing tensor"
         )
-    unexpected = [n for n in found if n not in wanted and not n.endswith(tuple(family.DERIVED))]
-    if tied and _HEAD in unexpected:
-        _check_tied_head(checkpoint)
-        unexpected.remove(_HEAD)
+    names = family.names
+    known = (n for n in found if n not in wanted and not n.endswith(names.derived))
+    unexpected = [name for name in known if not name.startswith(names.outside)]
+    if tied and head in unexpected:
+        _check_tied_head(checkpoint, head, embed)
+        unexpected.remove(head)
     problems = [f"{name}: missing, expected {shape}" for name, shape in wanted.items() if name not in found]
     problems += [
         f"{name}: expected {shape}, found {found[name]}"
@@ -122,13 +131,11 @@ def _account_for_every_tensor(checkpoint: Checkpoint, family: ModuleType, table:
         )  # fmt: skip
 
 
-def _check_tied_head(checkpoint: Checkpoint) -> None:
-    shapes = checkpoint.source.shapes()
-    if shapes[_HEAD] == shapes.get(_EMBED) and np.array_equal(
-        checkpoint.source.read(_HEAD), checkpoint.source.read(_EMBED)
-    ):
+def _check_tied_head(checkpoint: Checkpoint, head: str, embed: str) -> None:
+    shapes, read = checkpoint.source.shapes(), checkpoint.source.read
+    if shapes[head] == shapes.get(embed) and np.array_equal(read(head), read(embed)):
         return
     raise CheckpointError(
-        f"{checkpoint.path}: tie_word_embeddings is true, but {_HEAD!r} differs from {_EMBED!r}; "
+        f"{checkpoint.path}: tie_word_embeddings is true, but {head!r} differs from {embed!r}; "
         "set tie_word_embeddings to false in config.json to use the head that is stored"
     )

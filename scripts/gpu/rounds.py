@@ -73,7 +73,7 @@ def llama_8b(layers: int = 32) -> ModelConfig:
         head_dim=128,
         intermediate_size=14336,
         max_position_embeddings=8192,
-        rope=RopeConfig(theta=500_000.0),
+        ropes=(RopeConfig(theta=500_000.0),),
         dtype="bfloat16",
     )
 

@@ -1,5 +1,6 @@
 """The decoder against what transformers computes for the same checkpoints (tests/goldens/toys.npz)."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -29,11 +30,11 @@ def test_hidden_states_and_logits(name, toy):
     np.testing.assert_allclose(logits[-1], GOLDENS[f"{name}/last_logits_2"], atol=TOLERANCE, rtol=0)
 
 
-def paged_attend(context, q, k, v, pages):
+def paged_attend(context, q, k, v, pages, options):
     table, position, page, offset = context
     pages = tuple(write_kv(old, new, page, offset) for old, new in zip(pages, (k, v), strict=True))
     slot = jnp.zeros_like(position)
-    return paged_prefill(q, *pages, table, slot, position, scale=q.shape[-1] ** -0.5), pages
+    return paged_prefill(q, *pages, table, slot, position, **dataclasses.asdict(options)), pages
 
 
 @pytest.mark.parametrize("name", TOYS)

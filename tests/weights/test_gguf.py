@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsched.models.config import RopeConfig
+from jaxsched.models import RopeConfig
 from jaxsched.weights import CheckpointError, load_params, open_checkpoint
 from jaxsched.weights.gguf_source import QUANTIZED
 from toy_gguf import gguf_name, tensors_of, write_toy_gguf
@@ -27,9 +27,9 @@ def test_same_configuration_and_parameters_as_safetensors(tmp_path: Path, name: 
     folder = write_toy(tmp_path / "toy", **TOYS[name])
     reference = open_checkpoint(folder)
     checkpoint = open_checkpoint(write_toy_gguf(tmp_path / "toy.gguf", folder))
-    eps = checkpoint.model_config.rms_norm_eps  # stored as float32
-    assert eps == pytest.approx(reference.model_config.rms_norm_eps, rel=1e-6)
-    assert dataclasses.replace(checkpoint.model_config, rms_norm_eps=reference.model_config.rms_norm_eps) == (
+    eps = checkpoint.model_config.norm_eps  # stored as float32
+    assert eps == pytest.approx(reference.model_config.norm_eps, rel=1e-6)
+    assert dataclasses.replace(checkpoint.model_config, norm_eps=reference.model_config.norm_eps) == (
         reference.model_config
     )
     assert (checkpoint.eos_token_ids, checkpoint.bos_token_id) == ((EOS,), BOS)
@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"extra": {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}},
         r"'rope_freqs\.weight' of shape \(8,\) does not follow the llama3 formula",
     ),
-    "rope type": ({"metadata": {"llama.rope.scaling.type": "longrope"}}, r"rope_scaling type 'longrope' is not supp"),
+    "rope type": ({"metadata": {"llama.rope.scaling.type": "dynamic"}}, r"rope_scaling type 'dynamic' is not supp"),
     "yarn factor": (
         {"metadata": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}},
         r"rope\.scaling\.attn_factor other than 1 is not supported",
@@ -248,6 +248,6 @@ def test_smollm2() -> None:
     c = checkpoint.model_config
     assert (c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size) == (30, 9, 3, 64, 49152)
     assert (c.hidden_size, c.intermediate_size, c.max_position_embeddings) == (576, 1536, 8192)
-    assert c.rope == RopeConfig(100_000.0) and c.rms_norm_eps == pytest.approx(1e-5)
-    assert c.tie_word_embeddings and not c.attention_bias and not c.mlp_bias
+    assert c.rope == RopeConfig(100_000.0) and c.norm_eps == pytest.approx(1e-5)
+    assert c.tie_word_embeddings and not c.qkv_bias and not c.mlp_bias
     assert checkpoint.eos_token_ids == (2,) and checkpoint.bos_token_id == 1

@@ -1,0 +1,70 @@
+"""The routed MLP (mixture of experts)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from .config import ModelConfig
+from .parts import Linear, Mlp, activate, precision
+
+
+class Experts(nnx.Module):
+    """Each row goes to its ``per_token`` best experts (Shazeer et al. 2017; Fedus et al. 2021), and to a shared one.
+
+    Rows are sorted by expert, so that one grouped product does the work of all experts on just their rows; a row's
+    result does not depend on the other rows.
+    """
+
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+        x = c.experts
+        assert x is not None
+        self.per_token, self.normalize = x.per_token, x.normalize
+        self.activation, self.gated = c.activation, c.gated
+        inner = x.width * (2 if c.gated else 1)
+        self.router = Linear(c.hidden_size, x.count, False, dtype)
+        self.gate_up = nnx.Param(jnp.zeros((x.count, c.hidden_size, inner), dtype))
+        self.down = nnx.Param(jnp.zeros((x.count, x.width, c.hidden_size), dtype))
+        self.shared = Mlp(c, x.shared_width, dtype) if x.shared_width else None
+        self.shared_gate = Linear(c.hidden_size, 1, False, dtype) if x.shared_gate else None
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        weights, chosen = self.route(x)
+        y = grouped_mlp(x, weights, chosen, self.gate_up[...], self.down[...], self.activation, self.gated)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
+        return y + shared
+
+    def route(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T X"], Int[Array, "T X"]]:
+        """Each row's experts and their weights, best first."""
+        scores = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(scores, self.per_token)
+        if self.normalize:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights.astype(x.dtype), chosen
+
+
+def grouped_mlp(
+    x: Float[Array, "T E"],
+    weights: Float[Array, "T X"],
+    chosen: Int[Array, "T X"],
+    gate_up: Float[Array, "N E F"],
+    down: Float[Array, "N G E"],
+    activation: str,
+    gated: bool,
+) -> Float[Array, "T E"]:
+    """The weighted sum of the MLPs of the experts ``chosen`` by each row."""
+    rows, each = chosen.shape
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
+    inner = jax.lax.ragged_dot(x[order // each], gate_up, sizes, precision=precision(x.dtype))
+    inner = activate(inner, activation, gated)
+    out = jax.lax.ragged_dot(inner, down, sizes, precision=precision(x.dtype))
+    back = jnp.argsort(order)  # where each (row, expert) has gone
+    return jnp.einsum("txe,tx->te", out[back].reshape(rows, each, -1), weights, precision=precision(x.dtype))

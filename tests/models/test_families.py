@@ -1,0 +1,24 @@
+"""Every family against what transformers computes for the same checkpoints (tests/goldens/families.npz)."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from families import FAMILIES
+from harness import dense_forward
+
+GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "families.npz")
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hidden_states_and_logits(name, family_toy):
+    model = family_toy(name)
+    hidden, logits = dense_forward(model.graph, model.params, GOLDENS[f"{name}/ids_0"])
+    np.testing.assert_allclose(hidden, GOLDENS[f"{name}/hidden"], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(logits, GOLDENS[f"{name}/logits"], atol=TOLERANCE, rtol=0)
+    _, logits = dense_forward(model.graph, model.params, GOLDENS[f"{name}/ids_2"])
+    np.testing.assert_allclose(logits[-1], GOLDENS[f"{name}/last_logits_2"], atol=TOLERANCE, rtol=0)
+    assert sum(x.size for x in jax.tree.leaves(model.params)) == model.config.num_parameters
