@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxsched.pallas_kernels.grouped import grouped_matmul
+
 from .config import ModelConfig
 from .parts import Linear, Mlp, activate, precision
 
@@ -62,9 +64,8 @@ def grouped_mlp(
     rows, each = chosen.shape
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
-    inner = jax.lax.ragged_dot(x[order // each], gate_up, sizes, precision=precision(x.dtype))
-    inner = activate(inner, activation, gated)
-    out = jax.lax.ragged_dot(inner, down, sizes, precision=precision(x.dtype))
+    group = flat[order]
+    inner = activate(grouped_matmul(x[order // each], gate_up, group), activation, gated)
+    out = grouped_matmul(inner, down, group)
     back = jnp.argsort(order)  # where each (row, expert) has gone
     return jnp.einsum("txe,tx->te", out[back].reshape(rows, each, -1), weights, precision=precision(x.dtype))

@@ -6,6 +6,7 @@ if not __name__.startswith("jaxsched."):
         "'pallas_kernels'; run from another folder or install the package"
     )
 
+from .grouped import grouped_matmul
 from .ops import (
     IMPLEMENTATIONS,
     paged_decode,
@@ -21,6 +22,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "AttentionOptions",
     "AttentionShape",
+    "grouped_matmul",
     "paged_decode",
     "paged_prefill",
     "refusal",
