@@ -14,7 +14,9 @@ GIB = 1 << 30
 class KernelCase:
     """One call of one operation. Sizes are Llama 8B's unless said otherwise; contexts of up to 8,192 positions."""
 
-    operation: str  # "paged_decode", "paged_prefill", "rotate_and_write", "write_kv_quantized", "sample"
+    operation: (
+        str  # "paged_decode", "paged_prefill", "rotate_and_write", "write_kv_quantized", "sample", "experts"
+    )
     backend: str  # "triton", "mosaic"
     rows: int  # slots of a decode, rows of a chunk or a write
     heads: int = 32
@@ -33,7 +35,9 @@ class KernelCase:
         """Short, and different for different cases."""
         kind = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8_e4m3fn": "fp8"}
         parts = [f"{self.operation} {self.rows} rows"]
-        if self.operation != "sample":
+        if self.operation == "experts":
+            parts.append(f"{EXPERTS[0]} of {EXPERTS[1]} x {EXPERTS[2]} {kind.get(self.dtype, self.dtype)}")
+        elif self.operation != "sample":
             parts.append(f"{self.heads}/{self.kv_heads} x {self.head_dim}, page {self.page_size}")
             types = dict.fromkeys(kind.get(d, d) for d in (self.dtype, self.kv_dtype))
             parts.append("/".join(types))
@@ -74,6 +78,8 @@ LLAMA: dict[str, Any] = {
     "head_dim": 128, "intermediate_size": 14336, "max_position_embeddings": 8192,
 }  # fmt: skip
 
+EXPERTS = (64, 2048, 2048)  # OLMoE's: experts, width, gate and up together
+
 DECODES = [
     KernelCase("paged_decode", "triton", 64),
     KernelCase("paged_decode", "triton", 64, page_size=64),
@@ -99,6 +105,9 @@ OTHERS = [
     KernelCase("write_kv_quantized", "triton", 320, kv_dtype="int8"),
     KernelCase("write_kv_quantized", "triton", 320, kv_dtype="float8_e4m3fn"),
     KernelCase("sample", "triton", 64),
+    KernelCase("experts", "triton", 64 * 8),
+    KernelCase("experts", "triton", 320 * 8),
+    KernelCase("experts", "triton", 64 * 8, dtype="float32"),
 ]
 MOSAIC = [
     KernelCase("paged_decode", "mosaic", 64),

@@ -15,10 +15,11 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from functools import partial
 from typing import Any
 
 from . import assembly
-from .jobs import LLAMA, KernelCase, Program
+from .jobs import EXPERTS, LLAMA, KernelCase, Program
 from .targets import Target
 
 warnings.filterwarnings("ignore", message=".*Triton backend is deprecated.*")
@@ -74,6 +75,10 @@ def kernel_call(case: KernelCase) -> tuple[Any, tuple[Any, ...], tuple[int, ...]
 
         vector = shape((c.rows,), "float32")
         return filter_thresholds, (shape((c.rows, LLAMA["vocab_size"]), "float32"), vector, rows, vector), ()
+    if c.operation == "experts":
+        count, width, wide = EXPERTS
+        grouped = partial(pk.grouped_matmul, implementation=c.backend)
+        return grouped, (shape((c.rows, width), c.dtype), shape((count, width, wide), c.dtype), rows), ()
     slots = c.rows if c.operation == "paged_decode" else 64
     table = shape((slots, c.capacity // c.page_size), "int32")
     where = (rows,) if c.operation == "paged_decode" else (rows, ids)
