@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from . import assembly
