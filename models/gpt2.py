@@ -34,13 +34,6 @@ def read_config(config: dict[str, Any], architecture: str) -> ModelConfig:
     positions = f.get("n_positions", "max_position_embeddings", default=1024)
     f.only("n_ctx", positions)
     f.only("add_cross_attention", False)
-    f.neutral(
-        "summary_type",
-        "summary_use_proj",
-        "summary_activation",
-        "summary_proj_to_labels",
-        "summary_first_dropout",
-    )
     dim = hidden // heads
     scale = dim**-0.5 if f.flag("scale_attn_weights", default=True) else 1.0
     by_layer = f.flag("scale_attn_by_inverse_layer_idx")

@@ -17,7 +17,8 @@ toys.npz, for each toy of tests/toys.py, under "<toy>/":
     greedy_i, gap_i            int32 and float32 [32]: the greedy continuation of ids_i, EOS ignored, and by how much
                                the best logit led the second at each step
 families.npz: the same for each family of tests/families.py, with 16 tokens in ids_0
-families.json: name -> shape of the tensors that transformers saves for each of them, and the versions
+families.json: for each of them the config.json with all defaults and name -> shape of the tensors, as transformers
+    saves them; and the versions
 smollm2.json, smollm2_tokenizer.json: see smollm2() and tokenizer().
 """
 
@@ -184,7 +185,8 @@ def families() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         with tempfile.TemporaryDirectory() as folder:
             shapes = saved_shapes(name, Path(folder))
             model = load(write_family_toy(Path(folder) / "toy", name, shapes=shapes))
-        rows[name] = {"tensors": shapes}
+        config = json.loads(model.config.to_json_string(use_diff=False))
+        rows[name] = {"config": {k: v for k, v in config.items() if k != "_name_or_path"}, "tensors": shapes}
         arrays |= goldens_of(name, model, (16, 23, 80))
     return rows, arrays
 

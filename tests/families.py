@@ -83,11 +83,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _row("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen2_moe": _row(
         "Qwen2MoeForCausalLM", "qwen2_moe", **_EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=48,
-        num_hidden_layers=3, mlp_only_layers=[0], decoder_sparse_step=1,
+        num_hidden_layers=3, mlp_only_layers=[0], decoder_sparse_step=1, use_sliding_window=True, sliding_window=12,
+        max_window_layers=2,
     ),
     "qwen3_moe": _row(
         "Qwen3MoeForCausalLM", "qwen3_moe", **_EXPERTS, moe_intermediate_size=32, head_dim=24, norm_topk_prob=True,
-        decoder_sparse_step=2,
+        decoder_sparse_step=2, use_sliding_window=True, sliding_window=12,
     ),
     "olmoe": _row("OlmoeForCausalLM", "olmoe", **_EXPERTS, clip_qkv=1.5, norm_topk_prob=False),
 }  # fmt: skip
