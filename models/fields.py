@@ -20,8 +20,8 @@ NEUTRAL = frozenset({
     "is_encoder_decoder", "is_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "base_model_tp_plan",
     "transformers.js_config", "neuron", "summary_type", "summary_use_proj", "summary_activation",
     "summary_proj_to_labels", "summary_first_dropout", "language", "return_dict", "output_attentions",
-    "output_hidden_states", "output_scores", "return_dict_in_generate", "chunk_size_feed_forward", "prefix", "use_cache",
-    "cache_implementation",
+    "output_hidden_states", "output_scores", "return_dict_in_generate", "chunk_size_feed_forward", "prefix",
+    "use_cache", "cache_implementation",
     # special tokens: read with the checkpoint, not with the formula
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
     "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
