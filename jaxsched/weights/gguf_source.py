@@ -13,7 +13,9 @@ import numpy as np
 
 from jaxsched.gguf_file import GGUFError, GGUFTensor, read_gguf_header
 
+from ..models.quantized import KernelFormat
 from .errors import CheckpointError
+from .gguf_blocks import FORMATS, read_blocks
 from .gguf_config import gguf_architecture, gguf_config
 
 _PLAIN: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -86,9 +88,23 @@ class GGUFSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
+    def formats(self) -> dict[str, KernelFormat]:
+        """Matrix name, without ".weight" -> format, of those that ``read_quantized`` can read."""
+        return {
+            name.removesuffix(".weight"): FORMATS[kind]
+            for name, kind in self._kinds.items()
+            if kind in FORMATS and name.endswith(".weight") and len(self._tensors[name].shape) == 2
+        }
+
+    def read_quantized(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Stored numbers ``[I, O]``, scale and offset ``[G, O]`` of a matrix of ``formats``, as it is in the file."""
+        tensor, kind = self._tensors[name + ".weight"], self._kinds[name + ".weight"]
+        rows = self._bytes(tensor).reshape(tensor.shape[0], -1)
+        return read_blocks(kind, self._unpermuted(name + ".weight", rows))
+
     def read(self, name: str) -> np.ndarray:
         tensor, kind = self._tensors[name], self._kinds[name]
-        data = np.asarray(self._data[tensor.offset : tensor.offset + self._nbytes(tensor)])
+        data = self._bytes(tensor)
         if kind in _PLAIN:
             values = data.view(_PLAIN[kind]).reshape(tensor.shape)
         elif kind in QUANTIZED:
@@ -117,6 +133,9 @@ class GGUFSource:
             )
         pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
         return pairs.swapaxes(1, 2).reshape(values.shape)
+
+    def _bytes(self, tensor: GGUFTensor) -> np.ndarray:
+        return np.asarray(self._data[tensor.offset : tensor.offset + self._nbytes(tensor)])
 
     def _nbytes(self, tensor: GGUFTensor) -> int:
         block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.kind)]
