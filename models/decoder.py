@@ -16,7 +16,7 @@ from jaxsched.pallas_kernels.shapes import AttentionOptions
 
 from .config import ModelConfig
 from .experts import Experts
-from .parts import Linear, Mlp, RMSNorm, new_norm, precision, soft_cap
+from .parts import Formats, Linear, Mlp, RMSNorm, below, new_norm, precision, soft_cap
 
 
 @runtime_checkable
@@ -39,15 +39,15 @@ remembers, ``options`` the layer's formula.
 class SelfAttention(nnx.Module):
     """Projections, norms of queries and keys, and in between whatever attention the caller has."""
 
-    def __init__(self, c: ModelConfig, index: int, dtype: jnp.dtype):
+    def __init__(self, c: ModelConfig, index: int, dtype: jnp.dtype, formats: Formats):
         layer = c.layers[index]
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.clip, self.norm_all = c.clip_qkv, c.qk_norm == "all"
         scale = layer.scale or c.attention_scale or c.head_dim**-0.5
         self.options = AttentionOptions(scale, layer.window, c.attention_soft_cap)
         q = c.num_heads * c.head_dim
-        self.qkv = Linear(c.hidden_size, q + 2 * c.kv_width, c.qkv_bias, dtype)
-        self.out = Linear(q, c.hidden_size, c.out_bias, dtype)
+        self.qkv = Linear(c.hidden_size, q + 2 * c.kv_width, c.qkv_bias, dtype, formats.get("qkv"))
+        self.out = Linear(q, c.hidden_size, c.out_bias, dtype, formats.get("out"))
         q_width, k_width = (q, c.kv_width) if self.norm_all else (c.head_dim, c.head_dim)
         self.q_norm = RMSNorm(q_width, c.norm_eps, c.norm_offset, dtype) if c.qk_norm else None
         self.k_norm = RMSNorm(k_width, c.norm_eps, c.norm_offset, dtype) if c.qk_norm else None
@@ -71,13 +71,15 @@ class SelfAttention(nnx.Module):
 class Layer(nnx.Module):
     """Attention and MLP, each with a norm before it, behind it, or both."""
 
-    def __init__(self, c: ModelConfig, index: int, dtype: jnp.dtype):
+    def __init__(self, c: ModelConfig, index: int, dtype: jnp.dtype, formats: Formats):
         before, behind = c.norms != "post", c.norms != "pre"
         self.attn_norm = new_norm(c, dtype) if before else None
-        self.attention = SelfAttention(c, index, dtype)
+        self.attention = SelfAttention(c, index, dtype, below(formats, "attention."))
         self.attn_post_norm = new_norm(c, dtype) if behind else None
         self.mlp_norm = new_norm(c, dtype) if before else None
-        self.mlp = Experts(c, dtype) if c.layers[index].experts else Mlp(c, c.intermediate_size, dtype)
+        inner = below(formats, "mlp.")
+        routed = c.layers[index].experts
+        self.mlp = Experts(c, dtype, inner) if routed else Mlp(c, c.intermediate_size, dtype, inner)
         self.mlp_post_norm = new_norm(c, dtype) if behind else None
         self.parallel, self.residual_scale = c.parallel, c.residual_scale
 
@@ -127,14 +129,21 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Decoder-only transformer. Parameters are zeros until a loader fills them; see ``jaxsched.weights``."""
+    """Decoder-only transformer. Parameters are zeros until a loader fills them; see ``jaxsched.weights``.
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")):
+    ``formats``: which kernels are quantised, by path ("layers.0.attention.qkv").
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32"), formats: Formats | None = None
+    ):
         c = self.config = config
         self.embed = Embedding(c.vocab_size, c.hidden_size, dtype)
         learned = c.learned_positions
         self.positions = Embedding(c.max_position_embeddings, c.hidden_size, dtype) if learned else None
-        self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
+        self.layers = nnx.List(
+            [Layer(c, i, dtype, below(formats or {}, f"layers.{i}.")) for i in range(c.num_layers)]
+        )
         self.norm = new_norm(c, dtype)
         self.head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, False, dtype)
 

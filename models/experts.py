@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxsched.pallas_kernels.grouped import grouped_matmul
 
 from .config import ModelConfig
-from .parts import Linear, Mlp, activate, precision
+from .parts import Formats, Kernel, Linear, Mlp, activate, below, precision
 
 
 class Experts(nnx.Module):
@@ -20,21 +22,21 @@ class Experts(nnx.Module):
     result does not depend on the other rows.
     """
 
-    def __init__(self, c: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, c: ModelConfig, dtype: jnp.dtype, formats: Formats):
         x = c.experts
         assert x is not None
         self.per_token, self.normalize = x.per_token, x.normalize
         self.activation, self.gated = c.activation, c.gated
         inner = x.width * (2 if c.gated else 1)
         self.router = Linear(c.hidden_size, x.count, False, dtype)
-        self.gate_up = nnx.Param(jnp.zeros((x.count, c.hidden_size, inner), dtype))
-        self.down = nnx.Param(jnp.zeros((x.count, x.width, c.hidden_size), dtype))
-        self.shared = Mlp(c, x.shared_width, dtype) if x.shared_width else None
+        self.gate_up = Kernel((x.count, c.hidden_size, inner), dtype, formats.get("gate_up"))
+        self.down = Kernel((x.count, x.width, c.hidden_size), dtype, formats.get("down"))
+        self.shared = Mlp(c, x.shared_width, dtype, below(formats, "shared.")) if x.shared_width else None
         self.shared_gate = Linear(c.hidden_size, 1, False, dtype) if x.shared_gate else None
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         weights, chosen = self.route(x)
-        y = grouped_mlp(x, weights, chosen, self.gate_up[...], self.down[...], self.activation, self.gated)
+        y = self._chosen(x, weights, chosen)
         if self.shared is None:
             return y
         shared = self.shared(x)
@@ -50,22 +52,19 @@ class Experts(nnx.Module):
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return weights.astype(x.dtype), chosen
 
+    def _chosen(self, x: Array, weights: Array, chosen: Array) -> Array:
+        """The weighted sum of the MLPs of each row's experts."""
+        rows, each = chosen.shape
+        flat = chosen.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        group = flat[order]
+        inner = self._product(x[order // each], self.gate_up, group)
+        out = self._product(activate(inner, self.activation, self.gated), self.down, group)
+        back = jnp.argsort(order)  # where each (row, expert) has gone
+        out = out[back].reshape(rows, each, -1)
+        return jnp.einsum("txe,tx->te", out, weights, precision=precision(x.dtype))
 
-def grouped_mlp(
-    x: Float[Array, "T E"],
-    weights: Float[Array, "T X"],
-    chosen: Int[Array, "T X"],
-    gate_up: Float[Array, "N E F"],
-    down: Float[Array, "N G E"],
-    activation: str,
-    gated: bool,
-) -> Float[Array, "T E"]:
-    """The weighted sum of the MLPs of the experts ``chosen`` by each row."""
-    rows, each = chosen.shape
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    group = flat[order]
-    inner = activate(grouped_matmul(x[order // each], gate_up, group), activation, gated)
-    out = grouped_matmul(inner, down, group)
-    back = jnp.argsort(order)  # where each (row, expert) has gone
-    return jnp.einsum("txe,tx->te", out[back].reshape(rows, each, -1), weights, precision=precision(x.dtype))
+    def _product(self, x: Array, kernel: Kernel, group: Array) -> Array:
+        if kernel.fmt is None:
+            return grouped_matmul(x, kernel.kernel[...], group)
+        return grouped_matmul(x, kernel.arrays(), group, load=partial(kernel.matrix, dtype=x.dtype))

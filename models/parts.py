@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from .config import ModelConfig
+from .quantized import KernelFormat, dequantize, matmul
+
+Formats = Mapping[str, KernelFormat]
+"""How kernels are stored that are quantised: by path, such as "layers.0.attention.qkv", or by the end of one."""
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -24,15 +28,47 @@ def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-class Linear(nnx.Module):
-    """``x [T, in] -> [T, out]`` with a kernel ``[in, out]`` and an optional bias."""
+class Kernel(nnx.Module):
+    """A matrix ``[in, out]``, or a stack of them ``[N, in, out]``; quantised if it has a format."""
 
-    def __init__(self, width_in: int, width_out: int, bias: bool, dtype: jnp.dtype):
-        self.kernel = nnx.Param(jnp.zeros((width_in, width_out), dtype))
+    def __init__(
+        self, shape: tuple[int, ...], dtype: jnp.dtype, fmt: KernelFormat | None = None, bias: bool = False
+    ):
+        *outer, width_in, width_out = shape
+        self.fmt = fmt
+        self.kernel = nnx.Param(jnp.zeros(shape, dtype if fmt is None else fmt.storage))
+        scales = None if fmt is None else (*outer, fmt.groups(width_in), width_out)
+        self.scale = None if scales is None else nnx.Param(jnp.ones(scales, jnp.float32))
+        self.offset = nnx.Param(jnp.zeros(scales, jnp.float32)) if scales and fmt and fmt.offset else None
         self.bias = nnx.Param(jnp.zeros((width_out,), dtype)) if bias else None
 
+    def arrays(self) -> tuple[Array, Array | None, Array | None]:
+        """What is stored, scales and offsets, where there are any."""
+        scale, offset = (None if x is None else x[...] for x in (self.scale, self.offset))
+        return self.kernel[...], scale, offset
+
+    def matrix(self, arrays: tuple[Array, Array | None, Array | None], dtype: jnp.dtype) -> Array:
+        """The values of ``arrays``, all of them or those of one matrix of the stack."""
+        kernel, scale, offset = arrays
+        if self.fmt is None or scale is None:
+            return kernel
+        return dequantize(kernel, scale, offset, self.fmt, dtype)
+
+
+class Linear(Kernel):
+    """``x [T, in] -> [T, out]`` with a kernel ``[in, out]`` and an optional bias."""
+
+    def __init__(
+        self, width_in: int, width_out: int, bias: bool, dtype: jnp.dtype, fmt: KernelFormat | None = None
+    ):
+        super().__init__((width_in, width_out), dtype, fmt, bias)
+
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        y = jnp.dot(x, self.kernel[...], precision=precision(x.dtype))
+        kernel, scale, offset = self.arrays()
+        if self.fmt is None or scale is None:
+            y = jnp.dot(x, kernel, precision=precision(x.dtype))
+        else:
+            y = matmul(x, kernel, scale, offset, self.fmt)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -79,13 +115,19 @@ def new_norm(c: ModelConfig, dtype: jnp.dtype) -> RMSNorm | LayerNorm:
 class Mlp(nnx.Module):
     """An MLP of ``width``; gated (Shazeer 2020): gate and up are one product."""
 
-    def __init__(self, c: ModelConfig, width: int, dtype: jnp.dtype):
+    def __init__(self, c: ModelConfig, width: int, dtype: jnp.dtype, formats: Formats):
         self.gated, self.activation = c.gated, c.activation
-        self.gate_up = Linear(c.hidden_size, width * (2 if c.gated else 1), c.mlp_bias, dtype)
-        self.down = Linear(width, c.hidden_size, c.mlp_bias, dtype)
+        inner = width * (2 if c.gated else 1)
+        self.gate_up = Linear(c.hidden_size, inner, c.mlp_bias, dtype, formats.get("gate_up"))
+        self.down = Linear(width, c.hidden_size, c.mlp_bias, dtype, formats.get("down"))
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         return self.down(activate(self.gate_up(x), self.activation, self.gated))
+
+
+def below(formats: Formats, path: str) -> Formats:
+    """The formats of what is under ``path``, by the rest of their paths."""
+    return {key.removeprefix(path): fmt for key, fmt in formats.items() if key.startswith(path)}
 
 
 def activate(x: Float[Array, "*T F"], activation: str, gated: bool) -> Float[Array, "*T G"]:

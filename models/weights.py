@@ -207,8 +207,8 @@ def _experts(c: ModelConfig, ours: str, theirs: str, names: Names) -> dict[str, 
     down = tuple(f"{expert}{names.expert_down}.weight" for expert in each)
     table = make(ours + "router", (theirs + names.router,), (x.count,), e, ("embed", "expert"), False)
     inner, outer = ((x.width, e),) * len(gate_up), ((e, x.width),) * len(down)
-    table[ours + "gate_up"] = Rule(gate_up, inner, ("expert", "embed", "mlp"), True, None, x.count)
-    table[ours + "down"] = Rule(down, outer, ("expert", "mlp", "embed"), True, None, x.count)
+    table[ours + "gate_up.kernel"] = Rule(gate_up, inner, ("expert", "embed", "mlp"), True, None, x.count)
+    table[ours + "down.kernel"] = Rule(down, outer, ("expert", "mlp", "embed"), True, None, x.count)
     if x.shared_width:
         shared = dataclasses.replace(names, gate_up=names.expert_gate_up, down=names.expert_down)
         table |= _mlp(c, ours + "shared.", theirs + names.shared, shared, x.shared_width, make)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,13 +63,16 @@ def make_tiles(group: Int[Array, "R"], groups: int, tile: int) -> Tiles:
 
 def grouped_matmul(
     x: Float[Array, "R I"],
-    kernel: Float[Array, "N I O"],
+    kernel: Any,
     group: Int[Array, "R"],
     *,
+    load: Callable[[Any], Array] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "R O"]:
     """``x[r] @ kernel[group[r]]`` for rows sorted by group, summed in float32. A row's result is its own.
 
+    ``kernel`` is an array ``[N, I, O]``; or with ``load`` a tree of arrays whose first axis is N, and ``load`` makes
+    matrices ``[..., I, O]`` of a part of it: on a CPU of one group's at a time, on CUDA of all at once.
     Rows whose group is N or more come last and get zeros. ``implementation``: None chooses by platform; "triton" runs
     in Pallas's interpreter on a CPU. Raises ValueError for an unknown one and one that cannot do this.
     """
@@ -77,18 +81,21 @@ def grouped_matmul(
             f"grouped_matmul: implementation {implementation!r} is unknown; "
             f"known: {', '.join(IMPLEMENTATIONS)}, or None"
         )
-    if implementation == "reference":
-        return _reference(x, kernel, group)
+    loop = functools.partial(_loop, load or (lambda matrix: matrix))
     if implementation == "xla":
-        return _loop(x, kernel, group)
+        return loop(x, kernel, group)
     family = tuning.device_family()
     if implementation is None and family is None:
-        return _loop(x, kernel, group)
+        return loop(x, kernel, group)
+    kernel = kernel if load is None else load(kernel)
+    loop = functools.partial(_loop, lambda matrix: matrix)
+    if implementation == "reference":
+        return _reference(x, kernel, group)
     kernels = importlib.import_module(".triton.grouped", __package__)
     reason = kernels.refusal(x, kernel, family)
     if implementation is None:
-        chosen = _loop if reason else functools.partial(_on_tiles, kernels, False)
-        return lax.platform_dependent(x, kernel, group, cuda=chosen, default=_loop)
+        chosen = loop if reason else functools.partial(_on_tiles, kernels, False)
+        return lax.platform_dependent(x, kernel, group, cuda=chosen, default=loop)
     if reason is not None:
         raise ValueError(f"grouped_matmul: implementation 'triton' cannot do this: {reason}; 'xla' can")
     interpreted = functools.partial(_on_tiles, kernels, True)
@@ -114,9 +121,14 @@ def _reference(x: Array, kernel: Array, group: Array) -> Array:
     return jnp.sum(jnp.where(own[:, :, None], every, 0), axis=0).astype(x.dtype)
 
 
-def _loop(x: Array, kernel: Array, group: Array) -> Array:
+def _loop(load: Callable[[Any], Array], x: Array, kernel: Any, group: Array) -> Array:
     """A loop over the tiles: each reads one matrix. Its trip count is dynamic, which is free on a CPU."""
-    (rows, width), (groups, _, wide) = x.shape, kernel.shape
+    (rows, width), groups = x.shape, jax.tree.leaves(kernel)[0].shape[0]
+
+    def matrix(i: Array | int) -> Array:
+        return load(jax.tree.map(lambda a: a[i], kernel))
+
+    wide = jax.eval_shape(lambda: matrix(0)).shape[1]
     tile = min(tile_size(rows, groups), rows)
     tiles = make_tiles(group, groups, tile)
     padded = jnp.pad(x, ((0, tile), (0, 0)))
