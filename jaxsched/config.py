@@ -34,6 +34,7 @@ CHOICES = {
     "logprobs_mode": ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
     "warm_up": ("plain", "all"),
 }
+QUANTIZATIONS = ("int8", "int4", "fp8", "keep", "dequantize")
 USUAL_LOGPROBS = 20  # more of them are reported by programs of their own
 MAX_STEPS = 1024  # of a round; more would only waste steps behind the ends of sequences
 OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "prefill_chunk_size")
@@ -56,6 +57,9 @@ class EngineConfig:
 
     dtype: str = (
         "auto"  # of weights and KV; auto: float32 on a CPU, the checkpoint's (bfloat16 for float32) on a GPU
+    )
+    quantization: str | None = (
+        None  # kernels become int8, int4 or fp8; "keep": as GGUF has them; None: as the checkpoint says
     )
     max_model_len: int | None = None  # tokens of prompt + output; None = the model's
     max_num_seqs: int | None = None  # S, sequences that run at once; None = 32 on a CPU, 64 on a GPU
@@ -84,6 +88,9 @@ class EngineConfig:
     warm_up: str = "plain"  # what is compiled at the start; "all": also controls and logprobs
 
     def __post_init__(self) -> None:
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            names = ", ".join(QUANTIZATIONS)
+            raise ValueError(f"quantization is {self.quantization!r}; it must be None or one of {names}")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")

@@ -65,7 +65,7 @@ def load_engine(
                 "gpu_memory_utilization does nothing on a CPU; num_pages sets the pool", stacklevel=3
             )
     config.resolve(model_config, platform, 1 << 62)  # refuse impossible settings before reading weights
-    graph, params = load_model(checkpoint, jax.numpy.dtype(dtype), device)
+    graph, params = load_model(checkpoint, jax.numpy.dtype(dtype), device, quantization=config.quantization)
     tokenizer = load_tokenizer(checkpoint.path)
     resolved = config.resolve(model_config, platform, free_bytes(device, config.gpu_memory_utilization))
     engine = Engine(

@@ -41,14 +41,15 @@ class Rule:
     def build(self, tensors: list[np.ndarray]) -> np.ndarray:
         """The parameter, from its source tensors in the order of ``sources``."""
         if not self.stack:
-            return self._matrix(tensors)
+            return self.matrix(tensors)
         each = len(tensors) // self.stack
         result = np.empty(self.shape, tensors[0].dtype)
         for i in range(self.stack):
-            result[i] = self._matrix(tensors[i * each : (i + 1) * each])
+            result[i] = self.matrix(tensors[i * each : (i + 1) * each])
         return result
 
-    def _matrix(self, tensors: list[np.ndarray]) -> np.ndarray:
+    def matrix(self, tensors: list[np.ndarray]) -> np.ndarray:
+        """One matrix (of the stack), from its sources."""
         joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors, axis=0)
         if self.order is not None:
             joined = joined[self.order]

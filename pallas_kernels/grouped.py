@@ -136,7 +136,7 @@ def _loop(load: Callable[[Any], Array], x: Array, kernel: Any, group: Array) -> 
     def one_tile(t: Array, out: Array) -> Array:
         part = lax.dynamic_slice(padded, (tiles.row[t], 0), (tile, width))
         new = jnp.dot(
-            part, kernel[tiles.group[t]], precision=_precision(x), preferred_element_type=jnp.float32
+            part, matrix(tiles.group[t]), precision=_precision(x), preferred_element_type=jnp.float32
         )
         old = lax.dynamic_slice(out, (tiles.row[t], 0), (tile, wide))
         mine = (jnp.arange(tile) < tiles.rows[t])[:, None]

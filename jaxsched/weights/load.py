@@ -6,39 +6,46 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from ..models import Decoder, Family, ModelConfig, family_of
+from ..models import Decoder, Family, family_of
+from ..models.quantized import multiplies_fp8
 from ..models.weights import Rule, weight_table
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .source import TensorSource
+from .plan import make, plan
 
-_FLOATING = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 _LISTED = 10  # names in an error
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: jnp.dtype, device: jax.Device | jax.sharding.Sharding | None = None
+    checkpoint: Checkpoint,
+    dtype: jnp.dtype,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+    *,
+    quantization: str | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """``(graphdef, params)`` of the checkpoint's Decoder: the static, hashable part and the arrays.
 
     ``nnx.merge(graphdef, params)`` is the module; do it inside ``jax.jit`` with ``graphdef`` static.
-    Raises as ``load_params``.
+    Arguments and errors as in ``load_params``.
     """
-    graphdef, _ = _structure(checkpoint.model_config, dtype)
-    return graphdef, load_params(checkpoint, dtype=dtype, device=device)
+    graphdef, _ = structure(checkpoint, dtype, device, quantization=quantization)
+    return graphdef, load_params(checkpoint, dtype=dtype, device=device, quantization=quantization)
 
 
 def load_params(
-    checkpoint: Checkpoint, *, dtype: jnp.dtype, device: jax.Device | jax.sharding.Sharding | None = None
+    checkpoint: Checkpoint,
+    *,
+    dtype: jnp.dtype,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+    quantization: str | None = None,
 ) -> nnx.State:
     """The decoder's parameters, pure arrays of ``dtype`` on ``device`` (None: jax's default).
 
     Tensors are read, cast, joined and copied to the device one parameter at a time, so the host holds at
-    most one parameter beside the mapped file.
+    most one parameter beside the mapped file. ``quantization``: see ``plan.plan``.
 
     Raises CheckpointError when tensors are missing, unexpected, wrongly shaped or not floating point, and
     ValueError for a dtype that is not a floating one.
@@ -49,19 +56,38 @@ def load_params(
     family, source = family_of(checkpoint.config), checkpoint.source
     table = _weight_table(checkpoint, family)
     _account_for_every_tensor(checkpoint, family, table)
-    _, abstract = _structure(checkpoint.model_config, dtype)
-    paths = [_dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract)]
-    assert sorted(paths) == sorted(table), f"weight table and decoder differ: {set(paths) ^ set(table)}"
+    _, abstract = structure(checkpoint, dtype, device, quantization=quantization)
+    formats = plan(source, table, quantization, fp8=_multiplies_fp8(device))
+    arrays: dict[str, jax.Array] = {}
+    for path, rule in table.items():
+        for name, value in make(source, path, rule, dtype, formats).items():
+            # Waiting for the copy bounds the host's memory to one parameter.
+            arrays[name] = jax.block_until_ready(jax.device_put(value, device))
 
-    def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        value = _parameter(source, table[_dotted(path)], dtype)
-        assert value.shape == leaf.shape, (
-            f"{_dotted(path)}: rule gives {value.shape}, decoder wants {leaf.shape}"
-        )
-        # Waiting for the copy bounds the host's memory to one parameter.
-        return jax.block_until_ready(jax.device_put(value, device))
+    def take(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        array = arrays.pop(name := _dotted(path))
+        found, wanted = (array.shape, array.dtype), (leaf.shape, leaf.dtype)
+        assert found == wanted, f"{name}: made {found}, decoder wants {wanted}"
+        return array
 
-    return jax.tree_util.tree_map_with_path(fill, abstract)
+    params = jax.tree_util.tree_map_with_path(take, abstract)
+    assert not arrays, f"the decoder has no place for {list(arrays)}"
+    return params
+
+
+def structure(
+    checkpoint: Checkpoint,
+    dtype: jnp.dtype,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+    *,
+    quantization: str | None = None,
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """What ``load_model`` gives, with shapes in place of arrays: no tensor is read."""
+    table = _weight_table(checkpoint, family_of(checkpoint.config))
+    formats = plan(checkpoint.source, table, quantization, fp8=_multiplies_fp8(device))
+    config = checkpoint.model_config
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats)))
+    return graphdef, nnx.as_pure(state)
 
 
 def _weight_table(checkpoint: Checkpoint, family: Family) -> dict[str, Rule]:
@@ -72,28 +98,23 @@ def _weight_table(checkpoint: Checkpoint, family: Family) -> dict[str, Rule]:
     return weight_table(checkpoint.model_config, names)
 
 
-def _structure(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype))))
-    return graphdef, nnx.as_pure(state)
+def _multiplies_fp8(device: jax.Device | jax.sharding.Sharding | None) -> bool:
+    if device is None:
+        return multiplies_fp8(jax.devices()[0])
+    return all(
+        map(multiplies_fp8, device.device_set if isinstance(device, jax.sharding.Sharding) else [device])
+    )
+
+
+def nbytes(params: nnx.State) -> int:
+    """Bytes of parameters, arrays or shapes, on the device; numbers of 4 bits take half a byte."""
+    leaves = jax.tree.leaves(params)
+    bits = (4 if leaf.dtype == jnp.int4 else 8 * leaf.dtype.itemsize for leaf in leaves)
+    return sum(leaf.size * b for leaf, b in zip(leaves, bits, strict=True)) // 8
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _parameter(source: TensorSource, rule: Rule, dtype: jnp.dtype) -> np.ndarray:
-    tensors = []
-    for name in rule.sources:
-        tensor = source.read(name)
-        if tensor.dtype not in _FLOATING:
-            raise CheckpointError(
-                f"tensor {name!r} has dtype {tensor.dtype}; supported: float16, bfloat16, float32, float64; "
-                "use an unquantized checkpoint"
-            )
-        tensors.append(tensor.astype(dtype, copy=False))
-    value = rule.build(tensors)
-    # Never hand a view of the mapped file on: jax may alias it, and the file may change while it runs.
-    return value if value.flags.owndata else value.copy()
 
 
 def _account_for_every_tensor(checkpoint: Checkpoint, family: Family, table: dict[str, Rule]) -> None:
