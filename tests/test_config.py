@@ -61,6 +61,7 @@ SEEN_IN_CONTROLLER = {
 }
 SEEN_ELSEWHERE = {
     "gpu_memory_utilization",
+    "quantization",
     "seed",
     "max_stop_ids",
     "run_ahead",
@@ -357,7 +358,7 @@ def test_switches_that_contradict_each_other():
     ("name", "hint"),
     [
         ("max_num_seq", "; did you mean 'max_num_seqs'\\?"),
-        ("tensor_parallel", "; known: dtype, max_model_len, "),
+        ("tensor_parallel", "; known: dtype, quantization, max_model_len, "),
     ],
 )
 def test_unknown_arguments(name, hint, tmp_path: Path):
