@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from jaxsched.llm import LLM
 
 REFUSED, UNUSABLE, INTERRUPTED = 1, 2, 130  # exit codes
-_SETTINGS = ("dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "page_size",
-             "prefill_chunk_size", "num_pages", "gpu_memory_utilization", "executor", "scheduling_policy",
+_SETTINGS = ("dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps",
+             "page_size", "prefill_chunk_size", "num_pages", "gpu_memory_utilization", "executor", "scheduling_policy",
              "target_ttft_ms", "target_itl_ms")  # fmt: skip
 
 app = typer.Typer(

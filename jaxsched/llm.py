@@ -31,8 +31,9 @@ class LLM(Tasks):
     (they are kept on disk); a progress bar appears if it takes long, unless ``use_tqdm_on_load`` is False.
 
     ``model`` is a folder with safetensors, a .gguf file or a Hugging Face id; None takes the embedded SmolLM2.
-    ``hf_overrides`` replaces fields of its config.json (None drops one). The other arguments are the fields of ``EngineConfig``; unknown ones raise TypeError. Leaving the ``with`` block,
-    ``close()`` or ``del`` frees the device memory. Methods may be called from several threads.
+    ``hf_overrides`` replaces fields of its config.json (None drops one). The other arguments are the fields of
+    ``EngineConfig``; unknown ones raise TypeError. Leaving the ``with`` block, ``close()`` or ``del`` frees the device
+    memory. Methods may be called from several threads.
     """
 
     def __init__(

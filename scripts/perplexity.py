@@ -73,7 +73,7 @@ def measure(
     failed = [output.error for output in outputs if output.error is not None]
     if failed:
         raise failed[0]
-    logprobs = [x for output in outputs for x in output.logprobs]
+    logprobs = [x for output in outputs for x in output.token_logprobs]
     return {
         "perplexity": math.exp(-sum(logprobs) / len(logprobs)),
         "tokens": len(logprobs),
