@@ -28,6 +28,8 @@ class PrequantizedSource:
     ``read`` gives a quantised matrix dequantised (float32); ``read_quantized`` as it is, if ``formats`` names it.
     """
 
+    declared = True  # the checkpoint says that it is quantised
+
     def __init__(self, source: TensorSource, reader: Reader):
         self._source, self._reader = source, reader
 
