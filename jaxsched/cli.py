@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from jaxsched.llm import LLM
 
 REFUSED, UNUSABLE, INTERRUPTED = 1, 2, 130  # exit codes
-_SETTINGS = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "page_size",
-             "prefill_chunk_size", "num_pages", "gpu_memory_utilization", "executor", "scheduling_policy",
-             "target_ttft_ms", "target_itl_ms")  # fmt: skip
+_SETTINGS = ("dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+             "num_scheduler_steps", "page_size", "prefill_chunk_size", "num_pages", "gpu_memory_utilization",
+             "executor", "scheduling_policy", "target_ttft_ms", "target_itl_ms")  # fmt: skip
 
 app = typer.Typer(
     name="jaxsched",
@@ -72,6 +72,7 @@ _File = Annotated[
 _Chat = Annotated[bool, option("Send prompts as user messages through the model's chat template.", "--chat")]
 _System = Annotated[str | None, option("System message; with --chat or messages.")]
 _Dtype = Annotated[str | None, option("auto, float32, bfloat16 or float16.")]
+_KvDtype = Annotated[str | None, option("Of the KV cache: auto (as --dtype), a dtype of these, int8 or fp8.")]
 _MaxLen = Annotated[int | None, option("Tokens of prompt and output; default: the model's.")]
 _MaxSeqs = Annotated[int | None, option("Sequences that run at once.")]
 _MaxBatched = Annotated[int | None, option("Token rows of one step at most.")]
@@ -124,6 +125,7 @@ def generate(
     grammar: sampling.Grammar = None,
     json_object: sampling.JsonObject = False,
     dtype: _Dtype = None,
+    kv_cache_dtype: _KvDtype = None,
     max_model_len: _MaxLen = None,
     max_num_seqs: _MaxSeqs = None,
     max_num_batched_tokens: _MaxBatched = None,
