@@ -56,13 +56,19 @@ class AsyncLLM:
         model: str | os.PathLike[str] | None = None,
         *,
         revision: str | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         use_tqdm_on_load: bool = True,
         max_waiting: int | None = None,
         **settings: Any,
     ):
         _check_max_waiting(max_waiting)  # before the model is read
         loaded = load_engine(
-            model, revision=revision, use_tqdm_on_load=use_tqdm_on_load, settings=settings, owner="AsyncLLM"
+            model,
+            revision=revision,
+            hf_overrides=hf_overrides,
+            use_tqdm_on_load=use_tqdm_on_load,
+            settings=settings,
+            owner="AsyncLLM",
         )
         self.config: EngineConfig | None = loaded.config
         self._serve(loaded.engine, max_waiting, owns_engine=True)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from jaxsched.llm import LLM
 
 REFUSED, UNUSABLE, INTERRUPTED = 1, 2, 130  # exit codes
-_SETTINGS = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "page_size",
-             "prefill_chunk_size", "num_pages", "gpu_memory_utilization", "executor", "scheduling_policy",
-             "target_ttft_ms", "target_itl_ms")  # fmt: skip
+_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+             "num_scheduler_steps", "page_size", "prefill_chunk_size", "num_pages", "gpu_memory_utilization",
+             "executor", "scheduling_policy", "target_ttft_ms", "target_itl_ms")  # fmt: skip
 
 app = typer.Typer(
     name="jaxsched",
@@ -72,6 +72,12 @@ _File = Annotated[
 _Chat = Annotated[bool, option("Send prompts as user messages through the model's chat template.", "--chat")]
 _System = Annotated[str | None, option("System message; with --chat or messages.")]
 _Dtype = Annotated[str | None, option("auto, float32, bfloat16 or float16.")]
+_Quantization = Annotated[
+    str | None,
+    option("int8, int4 or fp8: kernels are quantised when they are loaded; keep: as GGUF has them."),
+]
+_Overrides = Annotated[str | None, option("JSON object whose fields replace those of config.json.")]
+_KvDtype = Annotated[str | None, option("Of the KV cache: auto (as --dtype), a dtype of these, int8 or fp8.")]
 _MaxLen = Annotated[int | None, option("Tokens of prompt and output; default: the model's.")]
 _MaxSeqs = Annotated[int | None, option("Sequences that run at once.")]
 _MaxBatched = Annotated[int | None, option("Token rows of one step at most.")]
@@ -124,6 +130,9 @@ def generate(
     grammar: sampling.Grammar = None,
     json_object: sampling.JsonObject = False,
     dtype: _Dtype = None,
+    quantization: _Quantization = None,
+    hf_overrides: _Overrides = None,
+    kv_cache_dtype: _KvDtype = None,
     max_model_len: _MaxLen = None,
     max_num_seqs: _MaxSeqs = None,
     max_num_batched_tokens: _MaxBatched = None,
@@ -162,7 +171,8 @@ def generate(
         if timeline is not None:
             check_timeline_path(timeline)
         show = not no_progress and sys.stderr.isatty()
-        llm = _load(model, revision, _settings(given, no_chunked_prefill, no_prefix_caching), show)
+        given = _settings(given, no_chunked_prefill, no_prefix_caching)
+        llm = _load(model, revision, given | {"hf_overrides": _object(hf_overrides)}, show)
         if round_log is not None:
             llm.record_rounds(round_log)
         if any(question.messages for question in asked):
@@ -248,6 +258,18 @@ def _settings(given: dict[str, Any], no_chunked_prefill: bool, no_prefix_caching
     if no_prefix_caching:
         given["enable_prefix_caching"] = False
     return given
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--hf-overrides is not valid JSON ({error}): {text!r:.80}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"--hf-overrides is {text!r:.80}; it must be a JSON object")
+    return value
 
 
 def _load(model: str | None, revision: str | None, settings: dict[str, Any], show: bool) -> LLM:

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from jaxsched.arguments import Prompt, as_list, options_for, params_for, refusal
@@ -31,9 +31,10 @@ class LLM(Tasks):
     Making one compiles the programs it will ever run: up to a minute for sizes not seen before, seconds afterwards
     (they are kept on disk); a progress bar appears if it takes long, unless ``use_tqdm_on_load`` is False.
 
-    ``model`` is a folder with safetensors, a .gguf file or a Hugging Face id; None takes the embedded SmolLM2. The
-    other arguments are the fields of ``EngineConfig``; unknown ones raise TypeError. Leaving the ``with`` block,
-    ``close()`` or ``del`` frees the device memory. Methods may be called from several threads.
+    ``model`` is a folder with safetensors, a .gguf file or a Hugging Face id; None takes the embedded SmolLM2.
+    ``hf_overrides`` replaces fields of its config.json (None drops one). The other arguments are the fields of
+    ``EngineConfig``; unknown ones raise TypeError. Leaving the ``with`` block, ``close()`` or ``del`` frees the device
+    memory. Methods may be called from several threads.
     """
 
     def __init__(
@@ -41,11 +42,17 @@ class LLM(Tasks):
         model: str | os.PathLike[str] | None = None,
         *,
         revision: str | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         use_tqdm_on_load: bool = True,
         **settings: Any,
     ):
         loaded = load_engine(
-            model, revision=revision, use_tqdm_on_load=use_tqdm_on_load, settings=settings, owner="LLM"
+            model,
+            revision=revision,
+            hf_overrides=hf_overrides,
+            use_tqdm_on_load=use_tqdm_on_load,
+            settings=settings,
+            owner="LLM",
         )
         self.engine, self.config = loaded.engine, loaded.config
         self.model_config, self.tokenizer = loaded.model_config, loaded.tokenizer

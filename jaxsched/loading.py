@@ -37,6 +37,7 @@ def load_engine(
     model: str | os.PathLike[str] | None,
     *,
     revision: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
     use_tqdm_on_load: bool = True,
     settings: Mapping[str, Any],
     owner: str = "LLM",
@@ -50,7 +51,9 @@ def load_engine(
     refuse_unknown(owner, settings, [field.name for field in dataclasses.fields(EngineConfig)])
     config = EngineConfig(**settings)
     use_compilation_cache()
-    checkpoint = open_checkpoint(default_model() if model is None else model, revision=revision)
+    checkpoint = open_checkpoint(
+        default_model() if model is None else model, revision=revision, hf_overrides=hf_overrides
+    )
     checkpoint = checkpoint.at_length(config.max_model_len)
     device = jax.local_devices()[0]
     platform = "cpu" if device.platform == "cpu" else "gpu"

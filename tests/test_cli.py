@@ -153,15 +153,25 @@ def test_every_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(cli, "_load", load)
     wanted = {
-        "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 40,
-        "num_scheduler_steps": 4, "prefill_chunk_size": 16, "page_size": 8, "num_pages": 20,
-        "gpu_memory_utilization": 0.5, "executor": "dispatch", "scheduling_policy": "srpf", "target_ttft_ms": 50.0,
-        "target_itl_ms": 9.0,
+        "dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8", "max_model_len": 64, "max_num_seqs": 3,
+        "max_num_batched_tokens": 40, "num_scheduler_steps": 4, "prefill_chunk_size": 16, "page_size": 8,
+        "num_pages": 20, "gpu_memory_utilization": 0.5, "executor": "dispatch", "scheduling_policy": "srpf",
+        "target_ttft_ms": 50.0, "target_itl_ms": 9.0,
     }  # fmt: skip
     options = [text for name, value in wanted.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    options += ["--no-chunked-prefill", "--no-prefix-caching", "--model", "m", "--revision", "r"]
+    options += [
+        "--no-chunked-prefill",
+        "--no-prefix-caching",
+        "--model",
+        "m",
+        "--revision",
+        "r",
+        "--hf-overrides",
+        '{"a": 1}',
+    ]
     assert generate("--prompt", "a", *options).exit_code == 2
-    assert seen[:3] == ["m", "r", {**wanted, "enable_chunked_prefill": False, "enable_prefix_caching": False}]
+    switches = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
+    assert seen[:3] == ["m", "r", {**wanted, **switches, "hf_overrides": {"a": 1}}]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..models import ModelConfig, family_of
 from .errors import CheckpointError
 from .gguf_source import GGUFSource
+from .prequantized import open_prequantized
 from .safetensors_source import open_safetensors
 from .source import TensorSource
 
@@ -38,18 +40,25 @@ class Checkpoint:
         return dataclasses.replace(self, model_config=self.model_config.at_length(max_model_len))
 
 
-def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """Opens a checkpoint without reading its tensors.
 
     ``model`` is a folder with config.json and safetensors, a .gguf file, a folder with one .gguf file, or a
     hub id: "org/name" or "org/name:file.gguf". ``revision`` (branch, tag or commit) applies to hub ids.
+    ``hf_overrides`` replaces fields of config.json; None as a value drops one.
 
     Raises FileNotFoundError for a path that does not exist, and CheckpointError for a download that fails
     and for a checkpoint that is damaged or not supported.
     """
     path = _locate(model, revision)
     try:
-        return _open_gguf(path) if path.is_file() else _open_folder(path)
+        overrides = dict(hf_overrides or {})
+        return _open_gguf(path, overrides) if path.is_file() else _open_folder(path, overrides)
     except CheckpointError:
         raise
     except ValueError as error:  # what the family's config reader refuses
@@ -128,18 +137,19 @@ def _unreachable(repo: str, error: Exception) -> CheckpointError:
     )
 
 
-def _open_folder(path: Path) -> Checkpoint:
-    config = _read_json(path / "config.json")
+def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
+    config = _read_json(path / "config.json") | overrides
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     model_config = _read_model_config(path, config)
-    return _checkpoint(path, config, generation_config, model_config, open_safetensors(path))
+    source = open_prequantized(open_safetensors(path), config)
+    return _checkpoint(path, config, generation_config, model_config, source)
 
 
-def _open_gguf(path: Path) -> Checkpoint:
+def _open_gguf(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     source = GGUFSource(path)
     family_of(source.config)  # refuses first what it does not know
-    config = source.complete_config()
+    config = source.complete_config() | overrides
     return _checkpoint(path, config, {}, _read_model_config(path, config), source)
 
 

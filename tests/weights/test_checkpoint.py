@@ -445,3 +445,12 @@ def test_hub_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(f"{broken} is not a GGUF file")):
         open_checkpoint("org/name:x.gguf")
     assert calls[-1] == ("org/name", "x.gguf")
+
+
+def test_fields_of_the_configuration_can_be_overridden(tmp_path: Path) -> None:
+    folder = write_toy(tmp_path / "toy")
+    edit_json(folder / "config.json", new_idea=1)
+    with pytest.raises(CheckpointError, match="has new_idea = 1, which is not known for Llama"):
+        open_checkpoint(folder)
+    changed = open_checkpoint(folder, hf_overrides={"new_idea": None, "rms_norm_eps": 0.25}).model_config
+    assert changed.norm_eps == 0.25
