@@ -33,7 +33,7 @@ class KernelFormat:
 
     storage: str  # one of STORAGE
     group: int = 0  # input rows that share a scale; 0 = all of them
-    offset: bool = False  # value = stored * scale + offset, else stored * scale
+    offset: bool = False  # value = stored * scale + offset, else stored * scale; of integers
     activations: str = ""  # "float8_e4m3fn": inputs are quantised too, row by row; "": they are not
 
     def __post_init__(self) -> None:
@@ -41,6 +41,8 @@ class KernelFormat:
             raise ValueError(f"kernel storage {self.storage!r} is not one of {', '.join(STORAGE)}")
         if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 0:
             raise ValueError(f"kernel group is {self.group!r}; it must be 0 (all rows) or a number of rows")
+        if self.offset and self.storage == FP8:
+            raise ValueError("offsets go with integers, not with float8")
         if self.activations not in ("", FP8):
             raise ValueError(f"activations {self.activations!r} are not supported; use '' or {FP8!r}")
         if self.activations and (self.storage != FP8 or self.group or self.offset):
@@ -176,14 +178,13 @@ def _partial_sums(x: Array, kernel: Array, scale: Array, offset: Array | None) -
 
 
 def _raw_on_cpu(x: Array, kernel: Array) -> Array:
-    """``x @ stored`` in float32 on a CPU, which does not convert within a product.
+    """``x @ stored`` in float32 on a CPU, where XLA would write a converted kernel out and read it again.
 
-    One row: a sum, into which the conversion is fused. Several rows, integers: each input is split into three int8
-    numbers (23 bits below the row's largest value) that the CPU's int8 instructions multiply; those sums are exact.
+    Of integers: each input is split into three int8 numbers (23 bits below the row's largest value), which the CPU's
+    int8 instructions multiply. Those sums are exact, so a row's result does not depend on the rows beside it. About as
+    fast as float32 weights for one row, faster for several (scripts/bench_quantized.py).
     """
     x = x.astype(jnp.float32)
-    if x.shape[0] == 1:
-        return jnp.sum(x[0][:, None] * kernel.astype(jnp.float32), axis=0)[None]
     if kernel.dtype == jnp.dtype(FP8) or kernel.shape[0] > _MAX_INT32_ROWS:
         return _dot(x, kernel.astype(jnp.float32))
     step = _row_scale(x, 127.0)

@@ -19,6 +19,7 @@ class Limits:
     split_prompts: bool  # chunked prefill; False: a prompt is read whole in one step
     max_new_pages: int  # page-table entries that one round may change
     prefix_caching: bool = True  # full pages are kept and found by their content
+    whole_pages: bool = False  # prompts are cut between pages only; chunk_tokens holds a page then
 
     def pages_for(self, positions: int) -> int:
         """Pages that hold ``positions`` KV positions."""

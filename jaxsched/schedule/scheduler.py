@@ -171,13 +171,15 @@ class Scheduler(Books):
         if not choice.decode:
             steps = 1
         for step in range(min(steps, choice.mixed)):
-            room, pieces = min(choice.chunk, self.limits.chunk_tokens), []
+            room, pieces = self._chunk_room(choice), []
             while room > 0 and (unfinished or self._admit(plan, choice, room, unfinished, now)):
                 sequence = unfinished[0]
                 rest = sequence.prefill_target - sequence.prefilled
                 if rest > room and not self.limits.split_prompts:
                     break
-                length = min(rest, room)
+                length = self._piece(rest, room)
+                if length == 0:
+                    break
                 start, ends = sequence.prefilled, length == rest and sequence.samples
                 pieces.append(ChunkPiece(sequence, sequence.slot, start, length, ends, sequence.epoch))
                 sequence.prefilled += length
@@ -194,6 +196,17 @@ class Scheduler(Books):
                 break
             plan.mixed.append(MixedStep(tuple(pieces)))
             plan.steps = max(plan.steps, len(plan.mixed))
+
+    def _chunk_room(self, choice: Choice) -> int:
+        """Prompt tokens that the next mixed step reads at most."""
+        least = self.limits.page_size if self.limits.whole_pages else 1
+        return min(max(choice.chunk, least), self.limits.chunk_tokens)
+
+    def _piece(self, rest: int, room: int) -> int:
+        """How many of the ``rest`` tokens of a prompt go into ``room``. What has been read ends a page, if it must."""
+        if rest <= room or not self.limits.whole_pages:
+            return min(rest, room)
+        return room - room % self.limits.page_size
 
     def _enter(self, plan: RoundPlan, sequence: Sequence, first: int, steps: int) -> None:
         """The sequence samples in steps ``first .. steps-1``; the round is as long as somebody can use it."""

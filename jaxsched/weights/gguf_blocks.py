@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ..models.quantized import KernelFormat
+from .packing import columns_last
 
 BLOCK = 32  # numbers
 FORMATS = {
@@ -43,11 +44,11 @@ def read_blocks(kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
     if FORMATS[kind].offset:
         minimum, rest = _float16(rest), rest[..., 2:]
     if kind == "Q8_0":
-        return _matrix(_columns_last(rest).view(np.int8)), scale, None
+        return _matrix(columns_last(rest).view(np.int8)), scale, None
     if kind in ("Q4_0", "Q4_1"):
         stored = _matrix(_nibbles(rest).view(np.int8) - np.int8(8)).astype(ml_dtypes.int4)
         return stored, scale, None if minimum is None else minimum + 8 * scale
-    fifth = np.unpackbits(_columns_last(rest[..., :4]), axis=1, bitorder="little")
+    fifth = np.unpackbits(columns_last(rest[..., :4]), axis=1, bitorder="little")
     numbers = (_nibbles(rest[..., 4:]) | fifth << 4).view(np.int8)
     if minimum is None:
         numbers -= np.int8(16)
@@ -61,17 +62,9 @@ def _float16(blocks: np.ndarray) -> np.ndarray:
     )
 
 
-def _columns_last(blocks: np.ndarray) -> np.ndarray:
-    """``[O, G, n]`` -> ``[G, n, O]``, a few rows at a time: transposing bytes at once runs against the caches."""
-    result = np.empty((*blocks.shape[1:], blocks.shape[0]), blocks.dtype)
-    for start in range(0, blocks.shape[0], 16):
-        result[..., start : start + 16] = np.moveaxis(blocks[start : start + 16], 0, -1)
-    return result
-
-
 def _nibbles(packed: np.ndarray) -> np.ndarray:
     """``[O, G, 16]`` -> ``[G, 32, O]`` of 0..15: the low halves, then the high halves."""
-    packed = _columns_last(packed)
+    packed = columns_last(packed)
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 

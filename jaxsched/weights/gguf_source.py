@@ -59,6 +59,8 @@ class GGUFSource:
     model, and ImportError when the optional library that dequantizes is not installed.
     """
 
+    declared = False  # its weights may be of any type; only quantization="keep" keeps them as they are
+
     def __init__(self, path: Path):
         try:
             header = read_gguf_header(path)

@@ -20,14 +20,15 @@ def random_limits(rng):
     whole = -(-max_len // page_size)
     # From a pool that holds one longest sequence, which keeps preempting, to one that never runs short.
     pages = rng.choice([whole, whole + 1, whole * 2, whole * 8])
-    slots = rng.choice([1, 2, 3, 5, 8])
+    slots, chunk = rng.choice([1, 2, 3, 5, 8]), rng.choice([1, 3, 8, 16, max_len])
     return make_limits(
         num_slots=slots,
         num_pages=pages,
         page_size=page_size,
         max_model_len=max_len,
         num_steps=rng.choice([1, 2, 3, 4, 8, 16]),
-        chunk_tokens=rng.choice([1, 3, 8, 16, max_len]),
+        chunk_tokens=chunk,
+        whole_pages=(not split or chunk >= page_size) and rng.random() < 0.3,
         split_prompts=split,
         prefix_caching=rng.random() < 0.7,
     )
@@ -151,9 +152,11 @@ def check_plan(loop, plan, running_before):
         first = policy.first(loop.now)
         assert all(s.arrival > max(stay, default=-1) for s in running_before if s.status is Status.WAITING)
         assert first is None or all(s.arrival < first.arrival for _, s in plan.admits)
+    parts = [p for step in plan.mixed for p in step.pieces]
+    if limits.whole_pages:
+        assert all(p.start % limits.page_size == 0 for p in parts), "a page is not written whole"
     whole = not limits.split_prompts
-    assert not whole or all(p.ends and p.start == p.sequence.prefilled - p.length
-                            for step in plan.mixed for p in step.pieces)  # fmt: skip
+    assert not whole or all(p.ends and p.start == p.sequence.prefilled - p.length for p in parts)  # fmt: skip
 
 
 def simulate(seed):
