@@ -150,6 +150,11 @@ class ModelConfig:
         return self.vocab_size * e * (1 if self.tie_word_embeddings else 2) + self.num_layers * layer + e
 
     @property
+    def cache_window(self) -> int | None:
+        """Positions that a query sees at most, its own among them, in every layer; None: some layer sees all."""
+        return None
+
+    @property
     def kv_width(self) -> int:
         """Elements of K (and of V) per token and layer."""
         return self.num_kv_heads * self.head_dim
