@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,12 @@ class PrequantizedSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         plain = {n: shape for n, shape in self._source.shapes().items() if n not in self._reader.tensors}
         return plain | {f"{name}.weight": found.shape for name, found in self._reader.matrices.items()}
+
+    def file_of(self, name: str) -> Path:
+        """The file of a tensor, or of the first of those that a kernel is stored as."""
+        matrix = name.removesuffix(".weight")
+        parts = (n for n in self._reader.tensors if n.startswith(f"{matrix}."))
+        return self._source.file_of(name if name in self._source.shapes() else next(parts, name))
 
     def read(self, name: str) -> np.ndarray:
         matrix = name.removesuffix(".weight")
