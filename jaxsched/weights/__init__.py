@@ -2,7 +2,18 @@
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError
-from .load import load_model, load_params
+from .load import load_model, load_params, nbytes, structure
+from .parallel import Stop
 from .source import TensorSource
 
-__all__ = ["Checkpoint", "CheckpointError", "TensorSource", "load_model", "load_params", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Stop",
+    "TensorSource",
+    "load_model",
+    "load_params",
+    "nbytes",
+    "open_checkpoint",
+    "structure",
+]
