@@ -225,6 +225,7 @@ class EngineConfig:
             split_prompts=self.chunked,
             max_new_pages=self._max_new_pages(slots, chunk, per_seq),
             prefix_caching=self.enable_prefix_caching,
+            window=window if (window := model.cache_window) and window < max_len else None,
             whole_pages=cut_between_pages(kv_dtype, chunk, self.page_size, max_len),
         )
         executor = "scan" if self.executor == "auto" else self.executor

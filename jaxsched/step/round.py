@@ -160,11 +160,15 @@ def _step(
         live &= ~chunk.pause
     active = dataclasses.replace(rows, live=live)
     tokens, positions = rows.last_token, rows.context_len
+    adapter = rows.adapter
     if chunk is not None:
         tokens = jnp.concatenate((tokens, chunk.tokens))
         positions = jnp.concatenate((positions, chunk.positions))
+        if adapter is not None:
+            adapter = jnp.concatenate((adapter, adapter.at[chunk.slots].get(mode="fill", fill_value=0)))
     attend = _Attention(None if features.attention == "auto" else features.attention)
-    hidden, caches = decoder(tokens, positions, attend, _rows(state, active, chunk), state.caches)
+    context = _rows(state, active, chunk)
+    hidden, caches = decoder(tokens, positions, attend, context, state.caches, adapter=adapter)
     sampled, context_len, last = live, rows.context_len + live, hidden
     if chunk is not None:
         end = chunk.end_row[:slots]

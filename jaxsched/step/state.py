@@ -49,6 +49,7 @@ class SlotState:
     finish: Int[Array, "S"]  # FINISH_* of the request that held the slot last
     stop_ids: Int[Array, "S F"]  # sampling one of these ends the request; padded with NO_TOKEN
     sampling: SamplingRows
+    adapter: Int[Array, "S"] | None = None  # low-rank adapter of the slot, 0 = none; None: the model has none
 
 
 @jax.tree_util.register_dataclass
@@ -90,8 +91,10 @@ class EngineState:
         return self.slots.live.shape[0]
 
 
-def init_slots(num_slots: int, num_pages: int, pages_per_seq: int, max_stop_ids: int) -> SlotState:
-    """A slot table in which nothing runs."""
+def init_slots(
+    num_slots: int, num_pages: int, pages_per_seq: int, max_stop_ids: int, adapters: bool = False
+) -> SlotState:
+    """A slot table in which nothing runs. ``adapters``: with a column for each slot's adapter."""
 
     def zeros(dtype: DTypeLike = jnp.int32) -> Array:
         # A buffer of its own per field: donation refuses one buffer given twice.
@@ -113,6 +116,7 @@ def init_slots(num_slots: int, num_pages: int, pages_per_seq: int, max_stop_ids:
             min_p=zeros(jnp.float32),
             seed=jnp.zeros((num_slots, 2), jnp.uint32),
         ),
+        adapter=zeros() if adapters else None,
     )
 
 
@@ -125,11 +129,13 @@ def init_state(
     pages_per_seq: int | None = None,
     max_stop_ids: int = 8,
     dtype: DTypeLike = "float32",
+    adapters: bool = False,
 ) -> EngineState:
     """An empty state: zeroed pages (``num_pages`` of ``page_size`` positions for each layer) and free slots.
 
     ``dtype`` of the pages: float32, bfloat16, float16; or int8 or float8_e4m3fn, then with scales.
     ``pages_per_seq`` bounds the length of a sequence; by default it covers ``config.max_position_embeddings``.
+    ``adapters``: the model has room for low-rank adapters, and each slot says which it goes through.
     Raises ValueError for sizes below 1.
     """
     if pages_per_seq is None:
@@ -148,7 +154,7 @@ def init_state(
     def layers(shape: tuple[int, ...], dtype: DTypeLike) -> list[Array]:
         return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
 
-    slots = init_slots(num_slots, num_pages, pages_per_seq, max_stop_ids)
+    slots = init_slots(num_slots, num_pages, pages_per_seq, max_stop_ids, adapters)
     state = EngineState(layers(shape, dtype), layers(shape, dtype), slots)
     if jnp.dtype(dtype).name in QUANTIZED:
         one = (num_pages, config.num_kv_heads)

@@ -1,5 +1,6 @@
 """Checkpoints on disk or on the Hugging Face hub -> configuration and parameters."""
 
+from .adapters import AdapterTargets, adapter_targets, read_adapter
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError
 from .load import load_model, load_params, nbytes, structure
@@ -7,6 +8,7 @@ from .parallel import Stop
 from .source import TensorSource
 
 __all__ = [
+<<<<<<< HEAD
     "Checkpoint",
     "CheckpointError",
     "Stop",
@@ -17,3 +19,8 @@ __all__ = [
     "open_checkpoint",
     "structure",
 ]
+=======
+    "AdapterTargets", "Checkpoint", "CheckpointError", "TensorSource", "adapter_targets", "load_model", "load_params",
+    "open_checkpoint", "read_adapter",
+]  # fmt: skip
+>>>>>>> main

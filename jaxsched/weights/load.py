@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from ..models import Decoder, Family, family_of
+from ..models.parts import AdapterShape
 from ..models.quantized import multiplies_fp8
 from ..models.weights import Names, Rule, weight_table
 from .checkpoint import Checkpoint
@@ -29,14 +31,16 @@ def load_model(
     device: jax.Device | jax.sharding.Sharding | None = None,
     *,
     quantization: str | None = None,
+    adapters: Mapping[str, AdapterShape] | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """``(graphdef, params)`` of the checkpoint's Decoder: the static, hashable part and the arrays.
 
     ``nnx.merge(graphdef, params)`` is the module; do it inside ``jax.jit`` with ``graphdef`` static.
     Arguments and errors as in ``load_params``.
     """
-    graphdef, _ = structure(checkpoint, dtype, device, quantization=quantization)
-    return graphdef, load_params(checkpoint, dtype=dtype, device=device, quantization=quantization)
+    options: dict[str, Any] = {"quantization": quantization, "adapters": adapters}
+    graphdef, _ = structure(checkpoint, dtype, device, **options)
+    return graphdef, load_params(checkpoint, dtype=dtype, device=device, **options)
 
 
 def load_params(
@@ -46,12 +50,14 @@ def load_params(
     device: jax.Device | jax.sharding.Sharding | None = None,
     quantization: str | None = None,
     stop: Stop | None = None,
+    adapters: Mapping[str, AdapterShape] | None = None,
 ) -> nnx.State:
     """The decoder's parameters, pure arrays of ``dtype`` on ``device`` (None: jax's default).
 
     Parameters are read, cast, joined and copied to the device in a few threads, the largest first. Beside what is on
     the device the host holds a fifth of the model at most, or one parameter if that is larger; on a CPU the parameters
-    are these arrays. ``quantization``: see ``plan.plan``. ``stop`` ends it with CancelledError.
+    are these arrays. ``quantization``: see ``plan.plan``. ``stop`` ends it with CancelledError. ``adapters``: the
+    kernels with room for low-rank adapters, by path; the room is filled with zeros.
 
     Raises CheckpointError when tensors are missing, unexpected, wrongly shaped, not floating point or not finite, and
     ValueError for a dtype that is not a floating one.
@@ -60,9 +66,15 @@ def load_params(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype {dtype} is not a floating-point type; use float32, bfloat16 or float16")
     family, source = family_of(checkpoint.config), checkpoint.source
+<<<<<<< HEAD
     _, abstract = structure(checkpoint, dtype, device, quantization=quantization)
     table = _weight_table(checkpoint, family)
     _check_tied_head(checkpoint, family, table)
+=======
+    table = _weight_table(checkpoint, family)
+    _account_for_every_tensor(checkpoint, family, table)
+    _, abstract = structure(checkpoint, dtype, device, quantization=quantization, adapters=adapters)
+>>>>>>> main
     formats = plan(source, table, quantization, fp8=_multiplies_fp8(device))
     wide = 4 + (2 if formats else 1) * dtype.itemsize  # bytes a number while it is read and put in its place
 
@@ -81,7 +93,10 @@ def load_params(
     del made
 
     def take(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        array = arrays.pop(name := _dotted(path))
+        name = _dotted(path)
+        if name.endswith((".lora_a", ".lora_b")):
+            return jnp.zeros(leaf.shape, leaf.dtype, device=device)
+        array = arrays.pop(name)
         found, wanted = (array.shape, array.dtype), (leaf.shape, leaf.dtype)
         assert found == wanted, f"{name}: made {found}, decoder wants {wanted}"
         return array
@@ -97,6 +112,7 @@ def structure(
     device: jax.Device | jax.sharding.Sharding | None = None,
     *,
     quantization: str | None = None,
+    adapters: Mapping[str, AdapterShape] | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """What ``load_model`` gives, with shapes in place of arrays. No tensor is read, but headers are checked already."""
     family = family_of(checkpoint.config)
@@ -104,7 +120,7 @@ def structure(
     _account_for_every_tensor(checkpoint, family, table)
     formats = plan(checkpoint.source, table, quantization, fp8=_multiplies_fp8(device))
     config = checkpoint.model_config
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats)))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats, adapters)))
     return graphdef, nnx.as_pure(state)
 
 

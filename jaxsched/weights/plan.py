@@ -50,7 +50,7 @@ def plan(
         return {}
     formats = {}
     for path, rule in table.items():
-        if (name := _kernel_path(path)) is None:
+        if (name := kernel_path(path)) is None:
             continue
         fmt = METHODS[quantization] if quantization in METHODS else _stored_format(rule, stored)
         if fmt is not None:
@@ -59,7 +59,7 @@ def plan(
     return formats
 
 
-def _kernel_path(path: str) -> str | None:
+def kernel_path(path: str) -> str | None:
     """The path of a kernel of a layer; None for other parameters, and for routers and gates."""
     name, _, last = path.rpartition(".")
     keep = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down", "shared.gate_up", "shared.down")

@@ -39,10 +39,10 @@ class PrequantizedSource:
         return plain | {f"{name}.weight": found.shape for name, found in self._reader.matrices.items()}
 
     def file_of(self, name: str) -> Path:
-        """The file of a tensor, or of the first of those that a kernel is stored as."""
         matrix = name.removesuffix(".weight")
-        parts = (n for n in self._reader.tensors if n.startswith(f"{matrix}."))
-        return self._source.file_of(name if name in self._source.shapes() else next(parts, name))
+        if matrix in self._reader.matrices:  # the first of its tensors stands for all
+            name = min(tensor for tensor in self._reader.tensors if tensor.rpartition(".")[0] == matrix)
+        return self._source.file_of(name)
 
     def read(self, name: str) -> np.ndarray:
         matrix = name.removesuffix(".weight")
