@@ -3,10 +3,24 @@
 from .adapters import AdapterTargets, adapter_targets, read_adapter
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError
-from .load import load_model, load_params
+from .load import load_model, load_params, nbytes, structure
+from .parallel import Stop
 from .source import TensorSource
 
 __all__ = [
+<<<<<<< HEAD
+    "Checkpoint",
+    "CheckpointError",
+    "Stop",
+    "TensorSource",
+    "load_model",
+    "load_params",
+    "nbytes",
+    "open_checkpoint",
+    "structure",
+]
+=======
     "AdapterTargets", "Checkpoint", "CheckpointError", "TensorSource", "adapter_targets", "load_model", "load_params",
     "open_checkpoint", "read_adapter",
 ]  # fmt: skip
+>>>>>>> main
