@@ -18,7 +18,7 @@ from jaxsched.models import ModelConfig
 from jaxsched.request import refuse_unknown
 from jaxsched.startup import CompileBar, default_model, use_compilation_cache
 from jaxsched.text import Tokenizer, load_tokenizer
-from jaxsched.weights import load_model, open_checkpoint
+from jaxsched.weights import adapter_targets, load_model, open_checkpoint
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -68,7 +68,12 @@ def load_engine(
                 "gpu_memory_utilization does nothing on a CPU; num_pages sets the pool", stacklevel=3
             )
     config.resolve(model_config, platform, 1 << 62)  # refuse impossible settings before reading weights
-    graph, params = load_model(checkpoint, jax.numpy.dtype(dtype), device, quantization=config.quantization)
+    adapters = None
+    if config.enable_lora:
+        adapters = adapter_targets(checkpoint, config.max_loras, config.max_lora_rank, dtype)
+    options: dict[str, Any] = {"quantization": config.quantization}
+    options["adapters"] = None if adapters is None else adapters.shapes
+    graph, params = load_model(checkpoint, jax.numpy.dtype(dtype), device, **options)
     tokenizer = load_tokenizer(checkpoint.path)
     resolved = config.resolve(model_config, platform, free_bytes(device, config.gpu_memory_utilization))
     engine = Engine(
@@ -80,6 +85,7 @@ def load_engine(
         eos_token_ids=checkpoint.eos_token_ids,
         bos_token_id=checkpoint.bos_token_id,
         max_stop_ids=max(config.max_stop_ids, len(checkpoint.eos_token_ids)),
+        adapters=adapters,
         **config.engine_options(resolved, platform),
         progress=CompileBar() if use_tqdm_on_load else None,
     )
