@@ -229,7 +229,8 @@ class EngineConfig:
         )
         executor = "scan" if self.executor == "auto" else self.executor
         variants = ("auto",) if platform == "cpu" else ("full", "greedy")
-        if self.attention_backend != "auto":
+        backend = self.attention_backend
+        if backend != "auto":
             self._check_attention(model, limits, chunk, per_seq, (dtype, kv_dtype))
         mixed = tuple(sorted({slots, *limits.slot_buckets[:-1][:2][-1:]}))
         lengths, small = ((1,), (1,)) if executor == "dispatch" else self._scan_lengths()
@@ -250,9 +251,7 @@ class EngineConfig:
             warm_up=self.warm_up,
             max_loras=self.max_loras if self.enable_lora else 0,
             max_lora_rank=self.max_lora_rank if self.enable_lora else 0,
-            attention="xla"
-            if (self.attention_backend, platform) == ("auto", "cpu")
-            else self.attention_backend,
+            attention="xla" if backend == "auto" and platform == "cpu" else backend,
         )
 
     def _check_attention(
@@ -353,14 +352,12 @@ class EngineConfig:
         available = CPU_KV_BYTES if free_bytes is None else free_bytes - GPU_RESERVE_BYTES
         pages = self.num_pages or min(useful, available // page_bytes)
         if pages < 1:
+            remedy = (
+                "raise gpu_memory_utilization or use a smaller model" if memory == "GPU" else "set num_pages"
+            )
             raise ValueError(
                 f"the KV pool has {available / mib:.0f} MiB on this {memory}, and one page of {self.page_size} tokens "
-                f"takes {page_bytes / mib:.2f} MiB; lower page_size, "
-                + (
-                    "raise gpu_memory_utilization or use a smaller model"
-                    if memory == "GPU"
-                    else "set num_pages"
-                )
+                f"takes {page_bytes / mib:.2f} MiB; lower page_size, {remedy}"
             )
         return pages
 
