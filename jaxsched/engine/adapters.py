@@ -171,9 +171,10 @@ class Adapters:
 
     def _refuse_used(self, held: _Held, done: str) -> None:
         if users := self._users(held.place):
+            others = f" and {len(users) - 1} more" if len(users) > 1 else ""
             raise ValueError(
-                f"{held.request} cannot be {done}: {len(users)} requests use it (first {users[0]!r}); wait until they "
-                "have finished, or abort them"
+                f"{held.request} cannot be {done}: request {users[0]!r}{others} uses it; wait until that has finished, "
+                "or abort it"
             )
 
     def _written(self, params: Any, adapter: Adapter, place: int) -> Any:
