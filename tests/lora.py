@@ -13,8 +13,26 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+CONV = ["c_attn", "c_proj", "c_fc"]
+NEOX = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PREFIX = "base_model.model."
+PATTERNS = {"rank_pattern": {"0.self_attn.k_proj": 2}, "alpha_pattern": {"o_proj": 3}}
+# Toy -> an adapter for it, for the goldens that PEFT computes (tests/goldens/lora.npz).
+PEFT_CASES: dict[str, dict[str, Any]] = {
+    "base": {
+        "seed": 1,
+        "r": 3,
+        "targets": ALL[:4],
+        "use_rslora": True,
+        "layers_to_transform": [1, 0],
+        **PATTERNS,
+    },
+    "phi3": {"seed": 2, "targets": FUSED, "layers_to_transform": [1]},
+    "gpt_neox": {"seed": 3, "targets": NEOX},
+    "gpt2": {"seed": 4, "targets": CONV, "fan_in_fan_out": True},
+}
 
 
 def write_lora(

@@ -1,6 +1,7 @@
 """Adapters of every kind of family against checkpoints into which they were merged."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +13,17 @@ from families import FAMILIES
 from harness import dense_attend, dense_forward, load, random_prompt
 from jaxsched.engine.adapters import Adapters
 from jaxsched.weights import adapter_targets, load_model, read_adapter
-from lora import ALL, merged, write_lora
+from lora import ALL, CONV, FUSED, NEOX, PATTERNS, PEFT_CASES, merged, write_lora
+from toys import TOYS
 
-FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+GOLDENS = Path(__file__).parents[1] / "goldens" / "lora.npz"
 TARGETS = {
-    "phi3": FUSED,
-    "phi3_short": FUSED,
-    "phi3_plain": FUSED,
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    **dict.fromkeys(["phi3", "phi3_short", "phi3_plain"], FUSED),
+    **dict.fromkeys(["gpt_neox", "gpt_neox_serial"], NEOX),
+    **dict.fromkeys(["mixtral", "qwen3_moe", "olmoe"], ALL[:4]),
+    "gpt2": CONV,
     "starcoder2": ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"],
     "qwen2_moe": ["q_proj", "v_proj", "shared_expert.gate_proj", "shared_expert.down_proj"],
-    **dict.fromkeys(["mixtral", "qwen3_moe", "olmoe"], ALL[:4]),
-}
-TARGETS["gpt_neox_serial"] = TARGETS["gpt_neox"]
-OPTIONS = {
-    "rank_pattern": {"0.self_attn.k_proj": 2},
-    "alpha_pattern": {"o_proj": 3},
-    "layers_to_transform": [1],
 }
 
 
@@ -50,14 +44,19 @@ class Stub:
         self.params, self.by_id = params, {}
 
 
-def check(model, tmp_path, loras):
-    """Adapters 1, 2, ... together, each against the checkpoint that it was merged into; and none."""
-    targets = adapter_targets(model.checkpoint, len(loras), 4, "float32")
+def load_with(model, loras):
+    """The model with room for two adapters of rank 4, and these in it."""
+    targets = adapter_targets(model.checkpoint, 2, 4, "float32")
     graph, params = load_model(model.checkpoint, jnp.dtype("float32"), adapters=targets.shapes)
     pool = Adapters(Stub(params), targets)
-    params = pool._engine.params
     for place, lora in enumerate(loras, 1):
         params = pool._written(params, read_adapter(lora, targets), place)
+    return graph, params
+
+
+def check(model, tmp_path, loras):
+    """Two adapters together, each against the checkpoint that it was merged into; and none."""
+    graph, params = load_with(model, loras)
     ids = jnp.array(random_prompt(np.random.default_rng(0), 16))
     want = [
         model.params,
@@ -76,7 +75,16 @@ def test_llama(toy, tmp_path):
     model = toy("base")
     loras = [
         write_lora(tmp_path / "a", model.path, seed=1),
-        write_lora(tmp_path / "b", model.path, seed=2, r=3, use_rslora=True, targets=ALL[:4], **OPTIONS),
+        write_lora(
+            tmp_path / "b",
+            model.path,
+            seed=2,
+            r=3,
+            use_rslora=True,
+            targets=ALL[:4],
+            layers_to_transform=[1],
+            **PATTERNS,
+        ),
     ]
     check(model, tmp_path, loras)
 
@@ -98,11 +106,22 @@ def test_families(name, family_toy, tmp_path):
     check(model, tmp_path, loras)
 
 
+@pytest.mark.parametrize("name", PEFT_CASES)
+def test_what_peft_computes(name, toy, family_toy, tmp_path):
+    """Names, patterns, layers and scales as PEFT understands them."""
+    goldens = np.load(GOLDENS)
+    model = toy(name) if name in TOYS else family_toy(name)
+    lora = write_lora(tmp_path, model.path, **PEFT_CASES[name])
+    graph, params = load_with(model, [lora])
+    ids = jnp.array(goldens[f"{name}/ids"])
+    np.testing.assert_allclose(forward(graph, params, ids, 1), goldens[f"{name}/logits"], atol=1e-4, rtol=0)
+    assert np.abs(forward(graph, params, ids, 0) - goldens[f"{name}/logits"]).max() > 0.5
+
+
 def test_a_row_does_not_see_the_adapters_of_others(toy):
     """Not even what is infinite in them."""
     model = toy("base")
-    targets = adapter_targets(model.checkpoint, 2, 4, "float32")
-    graph, params = load_model(model.checkpoint, jnp.dtype("float32"), adapters=targets.shapes)
+    graph, params = load_with(model, [])
     ids = jnp.array(random_prompt(np.random.default_rng(0), 16))
     broken = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.full_like(leaf, jnp.inf) if "lora_a" in str(path) else leaf, params
