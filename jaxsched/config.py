@@ -125,9 +125,10 @@ class EngineConfig:
             )
         make_policy(self.scheduling_policy)
         self._check_targets()
-        share = self.gpu_memory_utilization
-        if not _is_number(share) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization is {share!r}; it must be in (0, 1]")
+        if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be in (0, 1]"
+            )
 
     def _check_targets(self) -> None:
         share = self.prefill_share
@@ -225,6 +226,7 @@ class EngineConfig:
             split_prompts=self.chunked,
             max_new_pages=self._max_new_pages(slots, chunk, per_seq),
             prefix_caching=self.enable_prefix_caching,
+            window=window if (window := model.cache_window) and window < max_len else None,
             whole_pages=cut_between_pages(kv_dtype, chunk, self.page_size, max_len),
         )
         executor = "scan" if self.executor == "auto" else self.executor

@@ -36,6 +36,8 @@ class Needs:
     page_bytes: int  # one page, K and V of all layers, with scales
     max_num_seqs: int
     max_model_len: int
+    full_pages: int  # that a sequence of max_model_len tokens owns at a time
+    short_pages: int  # that one of SHORT tokens does, or of max_model_len where that is less
     num_programs: int  # compiled at start
 
 
@@ -147,6 +149,8 @@ def needs(model: ModelConfig, config: EngineConfig, platform: str) -> Needs:
         page_bytes=resolved.page_bytes,
         max_num_seqs=limits.num_slots,
         max_model_len=limits.max_model_len,
+        full_pages=limits.need(limits.max_model_len),
+        short_pages=limits.need(min(SHORT, limits.max_model_len)),
         num_programs=len(keys),
     )
 
@@ -161,11 +165,9 @@ def pages_on_card(gigabytes: float, gpu: Needs, config: EngineConfig) -> int:
 
 
 def _fit(device: str, need: Needs, config: EngineConfig, pages: int) -> Fit:
-    size = config.page_size
-    full, short = (
-        pages // -(-length // size) for length in (need.max_model_len, min(SHORT, need.max_model_len))
+    return Fit(
+        device, need.dtype, pages * config.page_size, pages // need.full_pages, pages // need.short_pages
     )
-    return Fit(device, need.dtype, pages * size, full, short)
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from jaxsched.arguments import Adapters, Prompt, as_list, options_for, params_for, refusal
 from jaxsched.engine import EngineStats
 from jaxsched.engine.interrupts import uninterrupted
-from jaxsched.loading import load_engine, tokenize
+from jaxsched.loading import load_engine, release, tokenize
 from jaxsched.lora import LoRARequest
 from jaxsched.metrics import Metric, RoundLog
 from jaxsched.metrics.save import save_timeline
@@ -60,6 +61,8 @@ class LLM(Tasks):
         self._mail: dict[str, list[RequestOutput]] = {}  # pieces by request, until their reader fetches them
         self._abandoned: deque[str] = deque()  # requests whose reader has gone, to be aborted
         self._closed = False
+        self._free = weakref.finalize(self, release, self.engine)
+        self._free.atexit = False  # the system takes everything then
 
     # -- generating ----------------------------------------------------------------------------------------------
 
@@ -183,10 +186,9 @@ class LLM(Tasks):
     def add_lora(self, lora_request: LoRARequest) -> None:
         """Loads a low-rank adapter (LoRA) that PEFT has saved, in the place of one with its id if there is one.
 
-        Nothing is compiled, and running requests go on meanwhile. There is room for ``max_loras``; those that no
-        request uses make room, least recently used first. Raises ValueError when the files are damaged or hold what is
-        not supported, when the rank is above ``max_lora_rank``, when the adapter with its id or all are in use, and
-        without ``enable_lora``.
+        Nothing is compiled, and running requests go on. There is room for ``max_loras``; those that no request uses
+        make room, least recently used first. Raises ValueError for files that are damaged or hold what is not
+        supported, ranks above ``max_lora_rank``, without ``enable_lora``, and when its id or all are in use.
         """
         self._check_open()
         adapter = self.engine.adapters.read(lora_request, again=True)
@@ -389,7 +391,7 @@ class LLM(Tasks):
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self.engine.close()
+                self._free()
 
     def __enter__(self) -> LLM:
         return self

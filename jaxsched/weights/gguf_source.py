@@ -12,11 +12,13 @@ import ml_dtypes
 import numpy as np
 
 from jaxsched.gguf_file import GGUFError, GGUFTensor, read_gguf_header
+from jaxsched.host_memory import empty_pages
 
 from ..models.quantized import KernelFormat
 from .errors import CheckpointError
 from .gguf_blocks import FORMATS, read_blocks
 from .gguf_config import gguf_architecture, gguf_config
+from .source import map_bytes
 
 _PLAIN: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -38,6 +40,7 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SLICE = 1 << 18  # numbers dequantized together
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -76,7 +79,6 @@ class GGUFSource:
             if ours in self._tensors:
                 raise CheckpointError(f"{path}: two tensors stand for {ours!r}; the file is corrupt")
             self._tensors[ours], self._kinds[ours] = tensor, self._check(name, tensor)
-        self._data = np.memmap(path, np.uint8, mode="r")
 
     def complete_config(self) -> dict[str, Any]:
         """Fills ``config`` in; a second stage, so that an unsupported architecture is named first."""
@@ -86,6 +88,9 @@ class GGUFSource:
             del self._tensors[_ROPE_FACTORS]  # it lives on in the config
         self.config = gguf_config(self.header, factors)
         return self.config
+
+    def file_of(self, name: str) -> Path:
+        return self.header.path
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -110,14 +115,23 @@ class GGUFSource:
         if kind in _PLAIN:
             values = data.view(_PLAIN[kind]).reshape(tensor.shape)
         elif kind in QUANTIZED:
-            rows = data.reshape(*tensor.shape[:-1], -1)
-            values = self._library.quants.dequantize(rows, self._library.GGMLQuantizationType(tensor.kind))
+            values = self._dequantized(tensor, data)
         else:
             raise CheckpointError(
                 f"{self.header.path}: tensor {name!r} has type {kind}; "
                 f"supported: {', '.join((*_PLAIN, *QUANTIZED))}"
             )
         return self._unpermuted(name, values)
+
+    def _dequantized(self, tensor: GGUFTensor, data: np.ndarray) -> np.ndarray:
+        """float32 values of blocks. Some rows at a time: the library makes several arrays of what it is given."""
+        kind = self._library.GGMLQuantizationType(tensor.kind)
+        # Soon freed: what is not too large comes from memory that is used again and again.
+        values = empty_pages((math.prod(tensor.shape[:-1]), tensor.shape[-1]), np.float32, least=32 << 20)
+        rows, step = data.reshape(len(values), -1), max(1, _SLICE // tensor.shape[-1])
+        for i in range(0, len(rows), step):
+            values[i : i + step] = self._library.quants.dequantize(rows[i : i + step], kind)
+        return values.reshape(tensor.shape)
 
     def _unpermuted(self, name: str, values: np.ndarray) -> np.ndarray:
         if self.header.metadata["general.architecture"] != "llama":
@@ -137,7 +151,7 @@ class GGUFSource:
         return pairs.swapaxes(1, 2).reshape(values.shape)
 
     def _bytes(self, tensor: GGUFTensor) -> np.ndarray:
-        return np.asarray(self._data[tensor.offset : tensor.offset + self._nbytes(tensor)])
+        return map_bytes(self.header.path, tensor.offset, self._nbytes(tensor))
 
     def _nbytes(self, tensor: GGUFTensor) -> int:
         block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.kind)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,12 @@ class PrequantizedSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         plain = {n: shape for n, shape in self._source.shapes().items() if n not in self._reader.tensors}
         return plain | {f"{name}.weight": found.shape for name, found in self._reader.matrices.items()}
+
+    def file_of(self, name: str) -> Path:
+        matrix = name.removesuffix(".weight")
+        if matrix in self._reader.matrices:  # the first of its tensors stands for all
+            name = min(tensor for tensor in self._reader.tensors if tensor.rpartition(".")[0] == matrix)
+        return self._source.file_of(name)
 
     def read(self, name: str) -> np.ndarray:
         matrix = name.removesuffix(".weight")
