@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from jaxsched.llm import LLM
 
 REFUSED, UNUSABLE, INTERRUPTED = 1, 2, 130  # exit codes
-_SETTINGS = ("dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps",
-             "page_size", "prefill_chunk_size", "num_pages", "gpu_memory_utilization", "executor", "scheduling_policy",
-             "target_ttft_ms", "target_itl_ms")  # fmt: skip
+_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+             "num_scheduler_steps", "page_size", "prefill_chunk_size", "num_pages", "gpu_memory_utilization",
+             "executor", "scheduling_policy", "target_ttft_ms", "target_itl_ms")  # fmt: skip
 
 app = typer.Typer(
     name="jaxsched",
@@ -77,6 +77,7 @@ _Quantization = Annotated[
     option("int8, int4 or fp8: kernels are quantised when they are loaded; keep: as GGUF has them."),
 ]
 _Overrides = Annotated[str | None, option("JSON object whose fields replace those of config.json.")]
+_KvDtype = Annotated[str | None, option("Of the KV cache: auto (as --dtype), a dtype of these, int8 or fp8.")]
 _MaxLen = Annotated[int | None, option("Tokens of prompt and output; default: the model's.")]
 _MaxSeqs = Annotated[int | None, option("Sequences that run at once.")]
 _MaxBatched = Annotated[int | None, option("Token rows of one step at most.")]
@@ -131,6 +132,7 @@ def generate(
     dtype: _Dtype = None,
     quantization: _Quantization = None,
     hf_overrides: _Overrides = None,
+    kv_cache_dtype: _KvDtype = None,
     max_model_len: _MaxLen = None,
     max_num_seqs: _MaxSeqs = None,
     max_num_batched_tokens: _MaxBatched = None,

@@ -9,8 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
+from jaxsched.kv_cache import KV_DTYPES, bytes_per_page, cut_between_pages, resolve_kv_dtype
 from jaxsched.models import ModelConfig
 from jaxsched.pallas_kernels import IMPLEMENTATIONS, AttentionShape, refusal
 from jaxsched.schedule import Limits
@@ -31,6 +30,7 @@ CHOICES = {
     "attention_backend": ("auto", *IMPLEMENTATIONS),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "executor": ("auto", "scan", "dispatch"),
+    "kv_cache_dtype": KV_DTYPES,
     "logprobs_mode": ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
     "warm_up": ("plain", "all"),
 }
@@ -55,12 +55,11 @@ def _at_least(low: int, name: str, value: int | None) -> None:
 class EngineConfig:
     """Settings of an engine. ``None`` means: derived by ``resolve``. Unknown names raise TypeError."""
 
-    dtype: str = (
-        "auto"  # of weights and KV; auto: float32 on a CPU, the checkpoint's (bfloat16 for float32) on a GPU
-    )
+    dtype: str = "auto"  # of weights and rows; auto: float32 on a CPU, the checkpoint's (bfloat16 for float32) on a GPU
     quantization: str | None = (
         None  # kernels become int8, int4 or fp8; "keep": as GGUF has them; None: as the checkpoint says
     )
+    kv_cache_dtype: str = "auto"  # of KV pages: auto (as dtype), or a name in kv_cache.KV_DTYPES
     max_model_len: int | None = None  # tokens of prompt + output; None = the model's
     max_num_seqs: int | None = None  # S, sequences that run at once; None = 32 on a CPU, 64 on a GPU
     max_num_batched_tokens: int | None = None  # token rows of one step; lowers the chunk, never raises it
@@ -185,7 +184,7 @@ class EngineConfig:
         return AUTO_STEPS[-1] if self.auto_steps else int(self.num_scheduler_steps)
 
     def resolve_dtype(self, model: ModelConfig, platform: str) -> str:
-        """Name of the dtype of weights and KV on ``platform`` ("cpu" or "gpu")."""
+        """Name of the dtype of weights and rows on ``platform`` ("cpu" or "gpu")."""
         if self.dtype != "auto":
             return self.dtype
         if platform == "cpu":
@@ -206,7 +205,8 @@ class EngineConfig:
         slots = self.max_num_seqs or (32 if platform == "cpu" else 64)
         chunk = self._chunk(slots, max_len)
         dtype = self.resolve_dtype(model, platform)
-        page_bytes = self.page_size * model.kv_bytes_per_token(jnp.dtype(dtype).itemsize)
+        kv_dtype = resolve_kv_dtype(self.kv_cache_dtype, dtype)
+        page_bytes = bytes_per_page(model, kv_dtype, self.page_size)
         per_seq = -(-max_len // self.page_size)
         pages = self._pages(page_bytes, slots * per_seq, free_bytes)
         if self.auto_chunk:
@@ -225,16 +225,19 @@ class EngineConfig:
             split_prompts=self.chunked,
             max_new_pages=self._max_new_pages(slots, chunk, per_seq),
             prefix_caching=self.enable_prefix_caching,
+            window=window if (window := model.cache_window) and window < max_len else None,
+            whole_pages=cut_between_pages(kv_dtype, chunk, self.page_size, max_len),
         )
         executor = "scan" if self.executor == "auto" else self.executor
         variants = ("auto",) if platform == "cpu" else ("full", "greedy")
         if self.attention_backend != "auto":
-            self._check_attention(model, limits, chunk, per_seq, dtype)
+            self._check_attention(model, limits, chunk, per_seq, (dtype, kv_dtype))
         mixed = tuple(sorted({slots, *limits.slot_buckets[:-1][:2][-1:]}))
         lengths, small = ((1,), (1,)) if executor == "dispatch" else self._scan_lengths()
         return Resolved(
             limits,
             dtype,
+            kv_dtype,
             executor,
             lengths,
             small,
@@ -252,12 +255,12 @@ class EngineConfig:
         )
 
     def _check_attention(
-        self, model: ModelConfig, limits: Limits, chunk: int, per_seq: int, dtype: str
+        self, model: ModelConfig, limits: Limits, chunk: int, per_seq: int, dtypes: tuple[str, str]
     ) -> None:
         heads = (model.num_heads, model.num_kv_heads, model.head_dim)
         pages = (limits.page_size, per_seq, limits.num_pages)
         for operation, rows in (("paged_decode", limits.num_slots), ("paged_prefill", chunk)):
-            shape = AttentionShape(rows, limits.num_slots, *heads, *pages, dtype, dtype)
+            shape = AttentionShape(rows, limits.num_slots, *heads, *pages, *dtypes)
             if (reason := refusal(operation, self.attention_backend, shape)) is not None:
                 raise ValueError(
                     f"attention_backend {self.attention_backend!r} cannot run this model: {reason}; "
@@ -375,7 +378,8 @@ class Resolved:
     """What follows from an EngineConfig, a model and a device."""
 
     limits: Limits
-    dtype: str  # of weights and KV pages
+    dtype: str  # of weights and rows
+    kv_dtype: str  # of KV pages
     executor: str  # "scan" or "dispatch"
     lengths: tuple[int, ...]  # decode steps per compiled program, for the full slot table,
     small_lengths: tuple[int, ...]  # and for smaller slot buckets

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxsched.config import GPU_RESERVE_BYTES, EngineConfig
 from jaxsched.gguf_file import read_gguf_header
+from jaxsched.kv_cache import bytes_per_token
 from jaxsched.models import ModelConfig, RopeConfig
 from jaxsched.step import Features
 from jaxsched.step.programs import program_keys
@@ -28,12 +29,15 @@ class Needs:
     """What the engine takes on one kind of device with a given EngineConfig."""
 
     platform: str  # "cpu" or "gpu"
-    dtype: str  # of weights and KV pages
+    dtype: str  # of weights and rows
+    kv_dtype: str  # of KV pages
     weight_bytes: int
-    kv_bytes_per_token: int
-    page_bytes: int  # one page, K and V of all layers
+    kv_bytes_per_token: int  # without the scales of quantised pages
+    page_bytes: int  # one page, K and V of all layers, with scales
     max_num_seqs: int
     max_model_len: int
+    full_pages: int  # that a sequence of max_model_len tokens owns at a time
+    short_pages: int  # that one of SHORT tokens does, or of max_model_len where that is less
     num_programs: int  # compiled at start
 
 
@@ -139,11 +143,14 @@ def needs(model: ModelConfig, config: EngineConfig, platform: str) -> Needs:
     return Needs(
         platform=platform,
         dtype=resolved.dtype,
+        kv_dtype=resolved.kv_dtype,
         weight_bytes=model.num_parameters * itemsize,
-        kv_bytes_per_token=model.kv_bytes_per_token(itemsize),
+        kv_bytes_per_token=bytes_per_token(model, resolved.kv_dtype),
         page_bytes=resolved.page_bytes,
         max_num_seqs=limits.num_slots,
         max_model_len=limits.max_model_len,
+        full_pages=limits.need(limits.max_model_len),
+        short_pages=limits.need(min(SHORT, limits.max_model_len)),
         num_programs=len(keys),
     )
 
@@ -158,11 +165,9 @@ def pages_on_card(gigabytes: float, gpu: Needs, config: EngineConfig) -> int:
 
 
 def _fit(device: str, need: Needs, config: EngineConfig, pages: int) -> Fit:
-    size = config.page_size
-    full, short = (
-        pages // -(-length // size) for length in (need.max_model_len, min(SHORT, need.max_model_len))
+    return Fit(
+        device, need.dtype, pages * config.page_size, pages // need.full_pages, pages // need.short_pages
     )
-    return Fit(device, need.dtype, pages * size, full, short)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -222,6 +227,7 @@ def render(info: ModelInfo) -> str:
         ["with default settings", *(need.platform.upper() for need in info.needs)],
         ["dtype", *(need.dtype for need in info.needs)],
         ["weights", *(binary(need.weight_bytes) for need in info.needs)],
+        ["KV dtype", *(need.kv_dtype for need in info.needs)],
         ["KV per token", *(binary(need.kv_bytes_per_token) for need in info.needs)],
         [f"page of {info.page_size} tokens", *(binary(need.page_bytes) for need in info.needs)],
         ["sequences at once", *(str(need.max_num_seqs) for need in info.needs)],

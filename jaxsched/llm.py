@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from jaxsched.arguments import Prompt, as_list, options_for, params_for, refusal
 from jaxsched.engine import EngineStats
 from jaxsched.engine.interrupts import uninterrupted
-from jaxsched.loading import load_engine, tokenize
+from jaxsched.loading import load_engine, release, tokenize
 from jaxsched.metrics import Metric, RoundLog
 from jaxsched.metrics.save import save_timeline
 from jaxsched.request import RequestOutput, SamplingParams
@@ -59,6 +60,8 @@ class LLM(Tasks):
         self._mail: dict[str, list[RequestOutput]] = {}  # pieces by request, until their reader fetches them
         self._abandoned: deque[str] = deque()  # requests whose reader has gone, to be aborted
         self._closed = False
+        self._free = weakref.finalize(self, release, self.engine)
+        self._free.atexit = False  # the system takes everything then
 
     # -- generating ----------------------------------------------------------------------------------------------
 
@@ -356,7 +359,7 @@ class LLM(Tasks):
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self.engine.close()
+                self._free()
 
     def __enter__(self) -> LLM:
         return self

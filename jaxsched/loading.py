@@ -12,7 +12,7 @@ import jax
 
 from jaxsched.config import EngineConfig
 from jaxsched.engine import Engine
-from jaxsched.host_memory import keep_freed_memory
+from jaxsched.host_memory import keep_freed_memory, return_freed_memory
 from jaxsched.metrics.nvml import NvmlDevice
 from jaxsched.models import ModelConfig
 from jaxsched.request import refuse_unknown
@@ -86,6 +86,12 @@ def load_engine(
     if platform == "gpu":
         engine.metrics.sources.append(NvmlDevice.first_visible(engine.metrics.labels))
     return LoadedEngine(engine, config, model_config, tokenizer)
+
+
+def release(engine: Engine) -> None:
+    """Frees what an engine has on the device and, on a CPU, what the allocator keeps of it."""
+    engine.close()
+    return_freed_memory()
 
 
 def free_bytes(device: jax.Device, utilization: float) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from jaxsched.pallas_kernels.shapes import AttentionOptions
 
 from .config import ModelConfig
 from .experts import Experts
-from .parts import Formats, Linear, Mlp, RMSNorm, below, new_norm, precision, soft_cap
+from .parts import AdapterShape, Formats, Linear, Mlp, RMSNorm, below, new_norm, precision, soft_cap
 
 
 @runtime_checkable
@@ -52,9 +52,11 @@ class SelfAttention(nnx.Module):
         self.q_norm = RMSNorm(q_width, c.norm_eps, c.norm_offset, dtype) if c.qk_norm else None
         self.k_norm = RMSNorm(k_width, c.norm_eps, c.norm_offset, dtype) if c.qk_norm else None
 
-    def __call__(self, x: Array, cos: Array, sin: Array, attend: Callable) -> tuple[Array, Any]:
+    def __call__(
+        self, x: Array, cos: Array, sin: Array, attend: Callable, adapter: Array | None
+    ) -> tuple[Array, Any]:
         rows = x.shape[0]
-        heads = self.qkv(x).reshape(rows, self.heads + 2 * self.kv_heads, self.head_dim)
+        heads = self.qkv(x, adapter).reshape(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = jnp.split(heads, (self.heads, self.heads + self.kv_heads), axis=1)
             q, k = (self._normed(norm, part) for norm, part in ((self.q_norm, q), (self.k_norm, k)))
@@ -62,7 +64,7 @@ class SelfAttention(nnx.Module):
         if self.clip is not None:
             heads = jnp.clip(heads, -self.clip, self.clip)
         y, cache = attend(heads, cos, sin, self.options)
-        return self.out(y.reshape(rows, -1)), cache
+        return self.out(y.reshape(rows, -1), adapter), cache
 
     def _normed(self, norm: RMSNorm, heads: Array) -> Array:
         return norm(heads.reshape(heads.shape[0], -1)).reshape(heads.shape) if self.norm_all else norm(heads)
@@ -83,10 +85,12 @@ class Layer(nnx.Module):
         self.mlp_post_norm = new_norm(c, dtype) if behind else None
         self.parallel, self.residual_scale = c.parallel, c.residual_scale
 
-    def __call__(self, x: Array, cos: Array, sin: Array, attend: Callable) -> tuple[Array, Any]:
-        y, cache = self.attention(_maybe(self.attn_norm, x), cos, sin, attend)
+    def __call__(
+        self, x: Array, cos: Array, sin: Array, attend: Callable, adapter: Array | None = None
+    ) -> tuple[Array, Any]:
+        y, cache = self.attention(_maybe(self.attn_norm, x), cos, sin, attend, adapter)
         between = self._add(x, _maybe(self.attn_post_norm, y))
-        z = self.mlp(_maybe(self.mlp_norm, x if self.parallel else between))
+        z = self.mlp(_maybe(self.mlp_norm, x if self.parallel else between), adapter)
         return self._add(between, _maybe(self.mlp_post_norm, z)), cache
 
     def _add(self, x: Array, y: Array) -> Array:
@@ -107,6 +111,7 @@ def _run_layer(
     sin: Array,
     context: Any,
     cache: Any,
+    adapter: Array | None,
 ) -> tuple[Array, Any]:
     """One layer. Jitted so that equal layers are traced once; XLA inlines the calls, so the program stays unrolled."""
     layer = nnx.merge(graph, params)
@@ -118,7 +123,14 @@ def _run_layer(
         q, k, v = jnp.split(heads, (queries, queries + kv_heads), axis=1)
         return attend(context, rotate(q, cos, sin), rotate(k, cos, sin), v, cache, options)
 
-    return layer(x, cos, sin, attend_heads)
+    return layer(x, cos, sin, attend_heads, adapter)
+
+
+def _linear_at(module: Any, path: str) -> Linear:
+    for name in path.split("."):
+        module = module[int(name)] if name.isdigit() else getattr(module, name)
+    assert isinstance(module, Linear), f"{path} is no Linear"
+    return module
 
 
 class Embedding(nnx.Module):
@@ -131,11 +143,16 @@ class Embedding(nnx.Module):
 class Decoder(nnx.Module):
     """Decoder-only transformer. Parameters are zeros until a loader fills them; see ``jaxsched.weights``.
 
-    ``formats``: which kernels are quantised, by path ("layers.0.attention.qkv").
+    ``formats``: which kernels are quantised, by path ("layers.0.attention.qkv"). ``adapters``: which kernels have
+    room for low-rank adapters, by path.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32"), formats: Formats | None = None
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype = jnp.dtype("float32"),
+        formats: Formats | None = None,
+        adapters: Mapping[str, AdapterShape] | None = None,
     ):
         c = self.config = config
         self.embed = Embedding(c.vocab_size, c.hidden_size, dtype)
@@ -146,6 +163,8 @@ class Decoder(nnx.Module):
         )
         self.norm = new_norm(c, dtype)
         self.head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, False, dtype)
+        for path, shape in (adapters or {}).items():
+            _linear_at(self, path).add_adapters(shape, dtype)
 
     def __call__(
         self,
@@ -155,10 +174,12 @@ class Decoder(nnx.Module):
         context: Any,
         caches: list[Any],
         trace: list[Array] | None = None,
+        adapter: Int[Array, "T"] | None = None,
     ) -> tuple[Float[Array, "T E"], list[Any]]:
         """Hidden states before the final norm, and each layer's new cache.
 
-        ``trace``, a list, collects the embedding and each layer's output.
+        ``trace``, a list, collects the embedding and each layer's output. ``adapter``: which adapter each row goes
+        through, from 1; 0 is none.
         """
         x = self.embed.embedding[...][tokens]
         if self.config.embedding_scale != 1:
@@ -172,7 +193,7 @@ class Decoder(nnx.Module):
         for layer, cache, config in zip(self.layers, caches, self.config.layers, strict=True):
             graph, params = nnx.split(layer)
             cos, sin = turns[config.rope]
-            x, cache = _run_layer(graph, attend, nnx.as_pure(params), x, cos, sin, context, cache)
+            x, cache = _run_layer(graph, attend, nnx.as_pure(params), x, cos, sin, context, cache, adapter)
             out.append(cache)
             if trace is not None:
                 trace.append(x)

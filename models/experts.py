@@ -34,12 +34,13 @@ class Experts(nnx.Module):
         self.shared = Mlp(c, x.shared_width, dtype, below(formats, "shared.")) if x.shared_width else None
         self.shared_gate = Linear(c.hidden_size, 1, False, dtype) if x.shared_gate else None
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def __call__(self, x: Float[Array, "T E"], adapter: Int[Array, "T"] | None = None) -> Float[Array, "T E"]:
+        """``adapter``, as in ``Linear``, concerns the shared expert only."""
         weights, chosen = self.route(x)
         y = self._chosen(x, weights, chosen)
         if self.shared is None:
             return y
-        shared = self.shared(x)
+        shared = self.shared(x, adapter)
         if self.shared_gate is not None:
             shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
         return y + shared

@@ -181,8 +181,8 @@ def _raw_on_cpu(x: Array, kernel: Array) -> Array:
     """``x @ stored`` in float32 on a CPU, where XLA would write a converted kernel out and read it again.
 
     Of integers: each input is split into three int8 numbers (23 bits below the row's largest value), which the CPU's
-    int8 instructions multiply. Those sums are exact, so a row's result does not depend on the rows beside it. As fast
-    as float32 weights for one row, faster for several (scripts/bench_quantized.py).
+    int8 instructions multiply. Those sums are exact, so a row's result does not depend on the rows beside it. About as
+    fast as float32 weights for one row, faster for several (scripts/bench_quantized.py).
     """
     x = x.astype(jnp.float32)
     if kernel.dtype == jnp.dtype(FP8) or kernel.shape[0] > _MAX_INT32_ROWS:

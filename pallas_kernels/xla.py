@@ -145,16 +145,17 @@ def paged_prefill(
             .reshape(kv_heads, group * tile, dim)
         )
         last = jnp.max(where)
-        first = 0
+        lowest, first = jnp.int32(0), 0
         if options.window is not None:  # the tile's first row is its lowest position
-            first = jnp.maximum(position[row] - options.window + 1, 0) // block
+            lowest = jnp.maximum(position[row] - options.window + 1, 0)
+            first = lowest // block
 
         def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             ids = lax.dynamic_slice(pages, (i * per_block,), (per_block,))
             at = i * block + jnp.arange(block)
             k = _load(k_pages, k_scales, ids).reshape(block, kv_heads, dim)
             v = _load(v_pages, v_scales, ids).reshape(block, kv_heads, dim)
-            v = jnp.where((at <= last)[:, None, None], v, 0)
+            v = jnp.where(((at >= lowest) & (at <= last))[:, None, None], v, 0)
             scores = jnp.einsum("krd,tkd->krt", part, k, precision=lax.Precision.HIGHEST)
             seen = at[None, :] <= where[:, None]
             if options.window is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from jaxsched.schedule import Limits, RoundPlan, Scheduler, Sequence, Status
+from jaxsched.schedule.memory import GONE
 from jaxsched.schedule.policies import Policy
 from jaxsched.schedule.rounds import RoundController
 
@@ -67,6 +68,7 @@ class _Slot:
         self.sequence, self.table, self.chain = None, {}, []
         self.context, self.live, self.left, self.position = 0, False, 0, 0
         self.reading = False  # its prompt has been begun and not ended
+        self.query = 0  # position of its first query in the step
 
     def admit(self, sequence: Sequence) -> None:
         self.__init__()
@@ -113,12 +115,7 @@ class FakeDevice:
             self.slots[slot].admit(sequence)
         for slot, index, page in plan.pages:
             self.slots[slot].table[index] = page
-        self.users = Counter(
-            row.table[index]
-            for row in self.slots
-            if row.live or row.reading
-            for index in range(self.limits.pages_for(row.context))
-        )
+        self._count_users()
         table = [[NO_TOKEN] * plan.steps for _ in self.slots]
         for step in range(plan.steps):
             if step < len(plan.mixed):
@@ -128,12 +125,25 @@ class FakeDevice:
         self._check_entries(plan, table)
         return table
 
+    def _count_users(self):
+        """Who goes on has written or read its pages, and will read them again as far as its window reaches back."""
+        limits = self.limits
+        self.users = Counter(
+            row.table[index]
+            for row in self.slots
+            if row.live or row.reading
+            for index in range(limits.behind(row.context), limits.pages_for(row.context))
+        )
+
     def _step(self, step, pieces, bucket, table, decode=True):
+        if self.limits.window is not None:  # within a round windows leave pages, which others may write then
+            self._count_users()
         assert not decode or not any(r.live for r in self.slots[bucket:]), "a live slot is out of the bucket"
         samples, begun = [], []
         for slot, row in enumerate(self.slots[:bucket]):
             if row.live and decode:
                 self._write(row, row.context, row.context + 1)
+                row.query = row.context
                 row.context += 1
                 samples.append((slot, row))
         for piece in pieces:
@@ -143,9 +153,10 @@ class FakeDevice:
                 shared, rest = divmod(piece.start, self.limits.page_size)
                 assert rest == 0, "a prefix is shared to the middle of a page"
                 row.context, row.reading = piece.start, True
-                begun += [row.table[index] for index in range(shared)]
+                begun += [row.table[index] for index in range(self.limits.behind(piece.start), shared)]
             assert piece.start == row.context and piece.length > 0, "a chunk does not follow the last one"
             self._write(row, piece.start, piece.start + piece.length)
+            row.query = piece.start
             row.context += piece.length
             self.prompt_tokens += piece.length
             assert piece.ends == (row.context == len(row.chain)), "the prompt ends before or after its end"
@@ -173,7 +184,8 @@ class FakeDevice:
             index, offset = divmod(position, size)
             assert index in row.table, f"{name} has no page for position {position}"
             page, own = row.table[index], row.sequence.pages
-            assert index < len(own) and own[index] == page, (
+            left = index < row.sequence.gone  # by the window, later in the round
+            assert index < len(own) and (own[index] == page or left), (
                 f"{name} writes page {page}, which it does not own"
             )
             if position == start or offset == 0:
@@ -184,11 +196,12 @@ class FakeDevice:
 
     def _read(self, row):
         """All that attention sees must be what this prefix has put there."""
-        size = self.limits.page_size
-        for start in range(0, row.context, size):
-            stop = min(start + size, row.context)
-            found = self.pages[row.table[start // size]][: stop - start]
-            assert found == row.chain[start:stop], f"{row.sequence.id}/{start}.. was overwritten"
+        size, window = self.limits.page_size, self.limits.window
+        low = 0 if window is None else max(row.query - window + 1, 0)
+        for start in range(low // size * size, row.context, size):
+            first, stop = max(start, low), min(start + size, row.context)
+            found = self.pages[row.table[start // size]][first - start : stop - start]
+            assert found == row.chain[first:stop], f"{row.sequence.id}/{first}.. was overwritten"
 
     def _check_entries(self, plan, table):
         """The plan has an entry for every token that comes out of the round."""
@@ -204,7 +217,8 @@ class FakeDevice:
 def check_ownership(scheduler: Scheduler) -> None:
     """Each page has as many owners as running sequences list it, each slot has one, and nothing is lost."""
     pool, running = scheduler.memory.pool, scheduler.running
-    owners = Counter(itertools.chain.from_iterable(s.pages for s in running))
+    limits = scheduler.limits
+    owners = Counter(itertools.chain.from_iterable(s.pages[s.gone :] for s in running))
     assert pool._owners == [owners[page] for page in range(pool.num_pages)]
     assert sorted([*owners, *pool._blank, *pool._cached]) == list(range(pool.num_pages))
     known = {page: key for page, key in enumerate(pool._key_of) if key is not None}
@@ -217,10 +231,13 @@ def check_ownership(scheduler: Scheduler) -> None:
     growth = 0
     for sequence in running:
         assert sequence.status in (Status.PREFILL, Status.DECODE) and sequence.pending >= 0
-        assert len(set(sequence.pages)) == len(sequence.pages)
-        growth += scheduler.limits.pages_for(len(sequence.prompt) + sequence.max_tokens - 1) - len(
-            sequence.pages
-        )
+        gone, own = sequence.gone, sequence.pages[sequence.gone :]
+        assert sequence.pages[:gone] == [GONE] * gone and GONE not in own and len(set(own)) == len(own)
+        at_end = limits.pages_for(len(sequence.prompt) + max(sequence.max_tokens, 1) - 1)
+        if limits.window is not None:
+            assert len(own) <= limits.pages_at_once
+            at_end = min(at_end, gone + limits.pages_at_once)
+        growth += at_end - len(sequence.pages)
     assert scheduler.memory._growth == growth >= 0
 
 

@@ -153,11 +153,10 @@ def test_every_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(cli, "_load", load)
     wanted = {
-        "dtype": "float32", "quantization": "int8", "max_model_len": 64, "max_num_seqs": 3,
-        "max_num_batched_tokens": 40,
-        "num_scheduler_steps": 4, "prefill_chunk_size": 16, "page_size": 8, "num_pages": 20,
-        "gpu_memory_utilization": 0.5, "executor": "dispatch", "scheduling_policy": "srpf", "target_ttft_ms": 50.0,
-        "target_itl_ms": 9.0,
+        "dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8", "max_model_len": 64, "max_num_seqs": 3,
+        "max_num_batched_tokens": 40, "num_scheduler_steps": 4, "prefill_chunk_size": 16, "page_size": 8,
+        "num_pages": 20, "gpu_memory_utilization": 0.5, "executor": "dispatch", "scheduling_policy": "srpf",
+        "target_ttft_ms": 50.0, "target_itl_ms": 9.0,
     }  # fmt: skip
     options = [text for name, value in wanted.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     options += [

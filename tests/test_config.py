@@ -50,6 +50,7 @@ SEEN_IN_RESOLVE = {
     "num_pages": (None, 50),
     "executor": ("scan", "dispatch"),
     "attention_backend": ("auto", "triton"),
+    "kv_cache_dtype": ("auto", "int8"),
     "max_logprobs": (20, 50),
     "logprobs_mode": ("raw_logprobs", "processed_logits"),
 }
@@ -295,6 +296,8 @@ MAY_BE_AUTO = ("num_scheduler_steps", "prefill_chunk_size")
         *[("enable_prefix_caching", bad, "it must be True or False") for bad in (1, None)],
         *[("run_ahead", bad, "it must be an integer of at least 0") for bad in (-1, 1.0, "1", False)],
         *[("dtype", bad, "it must be one of auto, bfloat16, float16, float32") for bad in ("int8", "", None, 32)],
+        *[("kv_cache_dtype", bad, "it must be one of auto, float32, bfloat16, float16, int8, fp8, fp8_e4m3")
+          for bad in ("float8_e4m3fn", "fp8_e5m2", "", None)],
         *[("executor", bad, "it must be one of auto, scan, dispatch") for bad in ("vmap", None)],
         *[("warm_up", bad, "it must be one of plain, all") for bad in ("some", None)],
         ("logprobs_mode", "log", "it must be one of raw_logprobs, raw_logits, processed_logprobs, processed_logits"),
@@ -358,7 +361,7 @@ def test_switches_that_contradict_each_other():
     ("name", "hint"),
     [
         ("max_num_seq", "; did you mean 'max_num_seqs'\\?"),
-        ("tensor_parallel", "; known: dtype, quantization, max_model_len, "),
+        ("tensor_parallel", "; known: dtype, quantization, kv_cache_dtype, max_model_len, "),
     ],
 )
 def test_unknown_arguments(name, hint, tmp_path: Path):

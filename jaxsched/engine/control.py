@@ -173,8 +173,8 @@ def sleep(engine: Engine) -> None:
         scheduler.evict(sequence, now)
     scheduler.reset_prefix_cache()
     state = engine.executor.state
-    for page in (*state.k_pages, *state.v_pages):
-        page.delete()
+    for array in jax.tree.leaves(state.caches):
+        array.delete()
     engine.asleep = True
     engine._set_gauges()
 

@@ -98,7 +98,7 @@ class Engine:
             page_size=limits.page_size,
             pages_per_seq=self.resolved.pages_per_seq,
             max_stop_ids=self.max_stop_ids,
-            dtype=self.resolved.dtype,
+            dtype=self.resolved.kv_dtype,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -75,10 +75,9 @@ def check_fit(prompt_len: int, max_tokens: int | None, resolved: Resolved, reads
         )
     room = limits.max_model_len - prompt_len
     wanted = room if max_tokens is None else min(max_tokens, room)
-    capacity = limits.num_pages * limits.page_size
     if max_tokens is None:
-        wanted = max(min(wanted, capacity - prompt_len + 1), min(1, room))
-    need = limits.pages_for(prompt_len + max(wanted - 1, 0))
+        wanted = max(min(wanted, limits.longest - prompt_len), min(1, room))
+    need = limits.need(prompt_len + max(wanted - 1, 0))
     if (wanted or reads) and need > limits.num_pages:
         raise ValueError(
             f"the request needs {need} KV pages of {limits.page_size} tokens ({prompt_len} prompt + {wanted} "

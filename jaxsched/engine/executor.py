@@ -102,8 +102,8 @@ class Executor:
     def _update(self, plan: RoundPlan) -> None:
         limits, slots = self.resolved.limits, self.resolved.limits.num_slots
         if plan.changes_slots:
-            stop_ids = self.state.slots.stop_ids.shape[1]
-            updates = pack_updates(plan, slots, stop_ids, limits.max_new_pages)
+            stop_ids, adapters = self.state.slots.stop_ids.shape[1], self.state.slots.adapter is not None
+            updates = pack_updates(plan, slots, stop_ids, limits.max_new_pages, adapters)
             self.state = self.programs.update(self.state, updates)
         if plan.controls:
             controls = self.state.controls

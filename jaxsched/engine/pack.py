@@ -30,11 +30,14 @@ class SamplingRow:
     logprobs: int = -1  # the most that it needs of the device, prompt included
     prompt: str = ""  # what is reported of its prompt rows, as in Features
     spec: ControlSpec = NO_CONTROLS
+    adapter: int = 0  # place of its adapter on the device; 0 = none
 
 
-def pack_updates(plan: RoundPlan, num_slots: int, max_stop_ids: int, max_new_pages: int) -> SlotUpdates:
+def pack_updates(
+    plan: RoundPlan, num_slots: int, max_stop_ids: int, max_new_pages: int, adapters: bool = False
+) -> SlotUpdates:
     """Slot updates of a plan. New arrays each time: the device may still read those of the last round."""
-    updates = SlotUpdates.empty(num_slots, max_stop_ids, max_new_pages)
+    updates = SlotUpdates.empty(num_slots, max_stop_ids, max_new_pages, adapters)
     for old, new in plan.moves:
         updates.source[new] = old
     updates.drop[plan.drops] = True
@@ -44,6 +47,8 @@ def pack_updates(plan: RoundPlan, num_slots: int, max_stop_ids: int, max_new_pag
         updates.tokens_left[slot] = sequence.max_tokens - len(sequence.output)
         updates.output_pos[slot] = len(sequence.output)
         updates.stop_ids[slot, : len(row.stop_ids)] = row.stop_ids
+        if updates.adapter is not None:
+            updates.adapter[slot] = row.adapter
         sampling = updates.sampling
         sampling.temperature[slot] = row.temperature
         sampling.top_k[slot] = row.top_k

@@ -98,6 +98,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def get(self, key: Key) -> int | None:
+        """The page that holds ``key``, if one does."""
+        return self._page_of.get(key)
+
     def unowned(self, pages: list[int]) -> int:
         """How many of these pages nobody owns: sharing them takes that many out of ``free``."""
         return sum(not self._owners[page] for page in pages)

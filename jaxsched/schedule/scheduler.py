@@ -34,9 +34,16 @@ class Scheduler(Books):
         plan = RoundPlan()
         load, decoding = self._load(now)
         choice = self._choose(load)
+        if self.limits.window is not None:
+            for (
+                sequence
+            ) in decoding:  # the rounds in flight, which may still read those pages, run before this one
+                self.memory.give_back(sequence, sequence.length + sequence.pending - 1)
         steps = self._reserve(plan, decoding, choice.steps, now)
         if steps == 0:
             return None
+        if self.limits.window is not None and not decoding and not self.in_flight:
+            self._unblock(plan, choice, steps, now)
         reads = choice.mixed > 0 and any(s.status is Status.PREFILL for s in self.running)
         if decoding or reads:  # otherwise nothing may come of this plan, and the moves would be lost
             self._compact(plan)
@@ -155,15 +162,37 @@ class Scheduler(Books):
             elif self.in_flight:
                 return 0
             else:
-                victim = self.policy.victim(list(self.running))
-                if victim not in self.running:
-                    raise RuntimeError(f"policy {self.policy.name!r} preempts somebody who does not run")
-                self.evict(victim, now)
+                victim = self._preempt(plan, now)
                 if victim in decoding:
                     decoding.remove(victim)
-                memory.overcommitted()
-                plan.preempted += 1
                 steps = wanted
+
+    def _preempt(self, plan: RoundPlan, now: float) -> Sequence:
+        """Takes slot and pages from whom the policy names."""
+        victim = self.policy.victim(list(self.running))
+        if victim not in self.running:
+            raise RuntimeError(f"policy {self.policy.name!r} preempts somebody who does not run")
+        self.evict(victim, now)
+        self.memory.overcommitted()
+        plan.preempted += 1
+        return victim
+
+    def _unblock(self, plan: RoundPlan, choice: Choice, steps: int, now: float) -> None:
+        """Preempts until the first unfinished prompt can be read on: nothing else would ever free pages for it."""
+        while True:
+            first = next((s for s in self.running if s.status is Status.PREFILL), None)
+            if first is None:
+                return
+            length = self._piece(first.prefill_target - first.prefilled, self._chunk_room(choice))
+            if self._readable(plan, first, length, steps if choice.decode else 1):
+                return
+            self._preempt(plan, now)
+
+    def _readable(self, plan: RoundPlan, sequence: Sequence, length: int, steps: int) -> int:
+        """How many of the next ``length`` prompt tokens there are pages for. What is behind their window goes back."""
+        self.memory.give_back(sequence, sequence.prefilled)
+        budget = self.limits.max_new_pages - len(plan.pages)
+        return self.memory.readable(sequence, length, steps, budget)
 
     def _plan_mixed(self, plan: RoundPlan, choice: Choice, steps: int, now: float) -> None:
         """Fills up to ``choice.mixed`` mixed steps with prompt tokens: unfinished prefills, then new requests."""
@@ -171,13 +200,18 @@ class Scheduler(Books):
         if not choice.decode:
             steps = 1
         for step in range(min(steps, choice.mixed)):
-            room, pieces = min(choice.chunk, self.limits.chunk_tokens), []
+            room, pieces = self._chunk_room(choice), []
             while room > 0 and (unfinished or self._admit(plan, choice, room, unfinished, now)):
                 sequence = unfinished[0]
                 rest = sequence.prefill_target - sequence.prefilled
                 if rest > room and not self.limits.split_prompts:
                     break
-                length = min(rest, room)
+                length = self._piece(rest, room)
+                if self.limits.window is not None:
+                    length = self._readable(plan, sequence, length, steps - step)
+                    plan.pages += self.memory.read_on(sequence, length, steps - step) if length else []
+                if length == 0:
+                    break
                 start, ends = sequence.prefilled, length == rest and sequence.samples
                 pieces.append(ChunkPiece(sequence, sequence.slot, start, length, ends, sequence.epoch))
                 sequence.prefilled += length
@@ -194,6 +228,17 @@ class Scheduler(Books):
                 break
             plan.mixed.append(MixedStep(tuple(pieces)))
             plan.steps = max(plan.steps, len(plan.mixed))
+
+    def _chunk_room(self, choice: Choice) -> int:
+        """Prompt tokens that the next mixed step reads at most."""
+        least = self.limits.page_size if self.limits.whole_pages else 1
+        return min(max(choice.chunk, least), self.limits.chunk_tokens)
+
+    def _piece(self, rest: int, room: int) -> int:
+        """How many of the ``rest`` tokens of a prompt go into ``room``. What has been read ends a page, if it must."""
+        if rest <= room or not self.limits.whole_pages:
+            return min(rest, room)
+        return room - room % self.limits.page_size
 
     def _enter(self, plan: RoundPlan, sequence: Sequence, first: int, steps: int) -> None:
         """The sequence samples in steps ``first .. steps-1``; the round is as long as somebody can use it."""
@@ -247,6 +292,7 @@ class Scheduler(Books):
             plan.hits += sequence.prefilled
         self.running[sequence] = None
         plan.admits.append((sequence.slot, sequence))
-        plan.pages += [(sequence.slot, i, page) for i, page in enumerate(sequence.pages)]
+        gone = sequence.gone
+        plan.pages += [(sequence.slot, i, page) for i, page in enumerate(sequence.pages[gone:], gone)]
         unfinished.append(sequence)
         return True

@@ -60,7 +60,10 @@ class Sequence:
     scheduled: float | None = None  # clock seconds of the first admission
     slot: int = -1
     epoch: int = 0  # times admitted to a slot
-    pages: list[int] = dataclasses.field(default_factory=list)
+    pages: list[int] = dataclasses.field(default_factory=list)  # by position // page_size
+    gone: int = (
+        0  # of its pages, in order, that lie behind the window and were given back; GONE stands for them
+    )
     keys: list[Key] = dataclasses.field(default_factory=list)  # of its full pages, as far as known
     published: int = 0  # of its pages, in order, that others can find
     prefill_target: int = 0  # tokens to read before decoding: the prompt, after preemption the output too

@@ -107,10 +107,11 @@ class SlotUpdates:
     ]  # block_table[page_slot, page_index] = page_id; padded with slot S, which is dropped
     page_index: Int[Array, "G"]
     page_id: Int[Array, "G"]
+    adapter: Int[Array, "S"] | None = None  # as in SlotState
 
     @staticmethod
-    def empty(num_slots: int, max_stop_ids: int, max_new_pages: int) -> SlotUpdates:
-        """No changes, as numpy arrays to be filled in."""
+    def empty(num_slots: int, max_stop_ids: int, max_new_pages: int, adapters: bool = False) -> SlotUpdates:
+        """No changes, as numpy arrays to be filled in. ``adapters``: the slots have a column for them."""
         return SlotUpdates(
             source=arange(num_slots, dtype=np.int32),
             drop=zeros(num_slots, bool),
@@ -128,6 +129,7 @@ class SlotUpdates:
             page_slot=full(max_new_pages, num_slots, np.int32),
             page_index=zeros(max_new_pages, np.int32),
             page_id=zeros(max_new_pages, np.int32),
+            adapter=zeros(num_slots, np.int32) if adapters else None,
         )
 
 
@@ -172,7 +174,8 @@ class RoundInputs:
         """Inputs that change nothing, sized for ``state``; numpy arrays to be filled in."""
         slots = state.slots
         chunks = Chunks.empty(mixed_steps, chunk_tokens, state.num_slots) if mixed_steps else None
-        return RoundInputs(SlotUpdates.empty(state.num_slots, slots.stop_ids.shape[1], max_new_pages), chunks)
+        sizes = (state.num_slots, slots.stop_ids.shape[1], max_new_pages)
+        return RoundInputs(SlotUpdates.empty(*sizes, slots.adapter is not None), chunks)
 
 
 @jax.tree_util.register_dataclass
@@ -224,4 +227,5 @@ def apply_updates(slots: SlotState, updates: SlotUpdates, num_pages: int) -> Slo
         finish=jnp.where(cleared, 0, slots.finish),
         stop_ids=pick(updates.stop_ids, slots.stop_ids),
         sampling=jax.tree.map(pick, updates.sampling, slots.sampling),
+        adapter=jax.tree.map(pick, updates.adapter, slots.adapter),
     )

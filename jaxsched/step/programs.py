@@ -215,7 +215,8 @@ def _lower(
 ) -> Any:
     num_slots, stop_ids = state.slots.stop_ids.shape
     if key == UPDATE:
-        return update_slots.lower(state, SlotUpdates.empty(num_slots, stop_ids, max_new_pages))
+        adapters = state.slots.adapter is not None
+        return update_slots.lower(state, SlotUpdates.empty(num_slots, stop_ids, max_new_pages, adapters))
     if key.features.controls:
         state = dataclasses.replace(state, controls=controls)
     options: Any = {"slots": key.slots, "features": key.features}

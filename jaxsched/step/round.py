@@ -19,8 +19,9 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxsched.models import Decoder
-from jaxsched.pallas_kernels import paged_decode, paged_prefill, rotate_and_write
+from jaxsched.pallas_kernels import paged_decode, paged_prefill, rotate_and_write, write_kv_quantized
 from jaxsched.pallas_kernels.ops import page_of
+from jaxsched.pallas_kernels.rotary import rotate
 from jaxsched.pallas_kernels.shapes import AttentionOptions
 
 from .controls import advance_controls, controlled, granted
@@ -90,20 +91,37 @@ class _Attention:
         heads: Array,
         cos: Array,
         sin: Array,
-        pages: tuple[Array, Array],
+        cache: tuple[Array, ...],
         options: AttentionOptions,
-    ) -> tuple[Array, tuple[Array, Array]]:
-        place = (*pages, rows.page, rows.offset)
-        written = rotate_and_write(heads, cos, sin, *place, implementation=self.implementation)
-        q, k_pages, v_pages = written
+    ) -> tuple[Array, tuple[Array, ...]]:
+        q, cache = self._write(rows, heads, cos, sin, cache)
+        k_pages, v_pages, *scales = cache
         slots = rows.visible.shape[0]
-        formula = {**dataclasses.asdict(options), "implementation": self.implementation}
+        formula: dict[str, Any] = {**dataclasses.asdict(options), "implementation": self.implementation}
+        if scales:
+            formula |= {"k_scales": scales[0], "v_scales": scales[1]}
         out = paged_decode(q[:slots], k_pages, v_pages, rows.block_table, rows.visible, **formula)
         if rows.chunk_slot is not None:
             assert rows.chunk_position is not None
             where = (rows.block_table, rows.chunk_slot, rows.chunk_position)
             out = jnp.concatenate((out, paged_prefill(q[slots:], k_pages, v_pages, *where, **formula)))
-        return out, (k_pages, v_pages)
+        return out, cache
+
+    def _write(
+        self, rows: _Rows, heads: Array, cos: Array, sin: Array, cache: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Rotated queries, and the cache with the rows' keys and values."""
+        place = (rows.page, rows.offset)
+        if len(cache) == 2:
+            q, *plain = rotate_and_write(heads, cos, sin, *cache, *place, implementation=self.implementation)
+            return q, tuple(plain)
+        k_pages, v_pages, k_scales, v_scales = cache
+        kv_heads = k_pages.shape[2]
+        q, k, v = jnp.split(heads, (heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads), axis=1)
+        write = partial(write_kv_quantized, implementation=self.implementation)
+        k_pages, k_scales = write(k_pages, k_scales, rotate(k, cos, sin), *place)
+        v_pages, v_scales = write(v_pages, v_scales, v, *place)
+        return rotate(q, cos, sin), (k_pages, v_pages, k_scales, v_scales)
 
 
 def _advance(rows: SlotState, sampled: Array, context_len: Array, token: Array, ended: Array) -> SlotState:
@@ -142,12 +160,15 @@ def _step(
         live &= ~chunk.pause
     active = dataclasses.replace(rows, live=live)
     tokens, positions = rows.last_token, rows.context_len
+    adapter = rows.adapter
     if chunk is not None:
         tokens = jnp.concatenate((tokens, chunk.tokens))
         positions = jnp.concatenate((positions, chunk.positions))
-    caches = list(zip(state.k_pages, state.v_pages, strict=True))
+        if adapter is not None:
+            adapter = jnp.concatenate((adapter, adapter.at[chunk.slots].get(mode="fill", fill_value=0)))
     attend = _Attention(None if features.attention == "auto" else features.attention)
-    hidden, caches = decoder(tokens, positions, attend, _rows(state, active, chunk), caches)
+    context = _rows(state, active, chunk)
+    hidden, caches = decoder(tokens, positions, attend, context, state.caches, adapter=adapter)
     sampled, context_len, last = live, rows.context_len + live, hidden
     if chunk is not None:
         end = chunk.end_row[:slots]
@@ -160,7 +181,7 @@ def _step(
     if chunk is not None:
         outputs = _read_prompt(decoder, hidden[slots:], chunk, outputs, features)
     table = jax.tree.map(lambda whole, part: whole.at[:slots].set(part), state.slots, rows)
-    return EngineState([k for k, _ in caches], [v for _, v in caches], table, controls), outputs
+    return state.with_caches(caches, table, controls), outputs
 
 
 def _choose(

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from jaxsched.models import ModelConfig
+from jaxsched.pallas_kernels.shapes import QUANTIZED
 
 NO_TOKEN = -1  # in token tables: nothing was sampled here
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2  # finish codes
@@ -48,6 +49,7 @@ class SlotState:
     finish: Int[Array, "S"]  # FINISH_* of the request that held the slot last
     stop_ids: Int[Array, "S F"]  # sampling one of these ends the request; padded with NO_TOKEN
     sampling: SamplingRows
+    adapter: Int[Array, "S"] | None = None  # low-rank adapter of the slot, 0 = none; None: the model has none
 
 
 @jax.tree_util.register_dataclass
@@ -58,10 +60,23 @@ class EngineState:
     A plain value: it can be copied, pickled (after ``jax.device_get``), saved with orbax, and continued elsewhere.
     """
 
-    k_pages: list[Float[Array, "P Z K D"]]  # one per layer
-    v_pages: list[Float[Array, "P Z K D"]]  # one per layer
+    k_pages: list[Num[Array, "P Z K D"]]  # one per layer
+    v_pages: list[Num[Array, "P Z K D"]]  # one per layer
     slots: SlotState
     controls: Any = None  # ``controls.Controls`` once a request has needed them
+    k_scales: list[Float[Array, "P K"]] | None = None  # one per layer, float32; None: pages are not quantised
+    v_scales: list[Float[Array, "P K"]] | None = None
+
+    @property
+    def caches(self) -> list[tuple[Array, ...]]:
+        """What each layer has: K pages, V pages and, where these are quantised, the scales of K and of V."""
+        scales = () if self.k_scales is None or self.v_scales is None else (self.k_scales, self.v_scales)
+        return list(zip(self.k_pages, self.v_pages, *scales, strict=True))
+
+    def with_caches(self, caches: list[tuple[Array, ...]], slots: SlotState, controls: Any) -> EngineState:
+        """The state with each layer's new ``caches``, a new slot table and new controls."""
+        k_pages, v_pages, *scales = (list(arrays) for arrays in zip(*caches, strict=True))
+        return EngineState(k_pages, v_pages, slots, controls, *scales)
 
     @property
     def num_pages(self) -> int:
@@ -76,8 +91,10 @@ class EngineState:
         return self.slots.live.shape[0]
 
 
-def init_slots(num_slots: int, num_pages: int, pages_per_seq: int, max_stop_ids: int) -> SlotState:
-    """A slot table in which nothing runs."""
+def init_slots(
+    num_slots: int, num_pages: int, pages_per_seq: int, max_stop_ids: int, adapters: bool = False
+) -> SlotState:
+    """A slot table in which nothing runs. ``adapters``: with a column for each slot's adapter."""
 
     def zeros(dtype: DTypeLike = jnp.int32) -> Array:
         # A buffer of its own per field: donation refuses one buffer given twice.
@@ -99,6 +116,7 @@ def init_slots(num_slots: int, num_pages: int, pages_per_seq: int, max_stop_ids:
             min_p=zeros(jnp.float32),
             seed=jnp.zeros((num_slots, 2), jnp.uint32),
         ),
+        adapter=zeros() if adapters else None,
     )
 
 
@@ -111,10 +129,13 @@ def init_state(
     pages_per_seq: int | None = None,
     max_stop_ids: int = 8,
     dtype: DTypeLike = "float32",
+    adapters: bool = False,
 ) -> EngineState:
     """An empty state: zeroed pages (``num_pages`` of ``page_size`` positions for each layer) and free slots.
 
+    ``dtype`` of the pages: float32, bfloat16, float16; or int8 or float8_e4m3fn, then with scales.
     ``pages_per_seq`` bounds the length of a sequence; by default it covers ``config.max_position_embeddings``.
+    ``adapters``: the model has room for low-rank adapters, and each slot says which it goes through.
     Raises ValueError for sizes below 1.
     """
     if pages_per_seq is None:
@@ -129,8 +150,13 @@ def init_state(
         if value < 1:
             raise ValueError(f"init_state: {name} is {value}; it must be at least 1")
     shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
-    return EngineState(
-        k_pages=[jnp.zeros(shape, dtype) for _ in range(config.num_layers)],
-        v_pages=[jnp.zeros(shape, dtype) for _ in range(config.num_layers)],
-        slots=init_slots(num_slots, num_pages, pages_per_seq, max_stop_ids),
-    )
+
+    def layers(shape: tuple[int, ...], dtype: DTypeLike) -> list[Array]:
+        return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
+
+    slots = init_slots(num_slots, num_pages, pages_per_seq, max_stop_ids, adapters)
+    state = EngineState(layers(shape, dtype), layers(shape, dtype), slots)
+    if jnp.dtype(dtype).name in QUANTIZED:
+        one = (num_pages, config.num_kv_heads)
+        state = dataclasses.replace(state, k_scales=layers(one, "float32"), v_scales=layers(one, "float32"))
+    return state

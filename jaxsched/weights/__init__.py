@@ -1,8 +1,12 @@
 """Checkpoints on disk or on the Hugging Face hub -> configuration and parameters."""
 
+from .adapters import AdapterTargets, adapter_targets, read_adapter
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError
 from .load import load_model, load_params
 from .source import TensorSource
 
-__all__ = ["Checkpoint", "CheckpointError", "TensorSource", "load_model", "load_params", "open_checkpoint"]
+__all__ = [
+    "AdapterTargets", "Checkpoint", "CheckpointError", "TensorSource", "adapter_targets", "load_model", "load_params",
+    "open_checkpoint", "read_adapter",
+]  # fmt: skip

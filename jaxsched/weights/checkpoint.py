@@ -13,6 +13,7 @@ from typing import Any
 from ..models import ModelConfig, family_of
 from .errors import CheckpointError
 from .gguf_source import GGUFSource
+from .prequantized import open_prequantized
 from .safetensors_source import open_safetensors
 from .source import TensorSource
 
@@ -141,7 +142,8 @@ def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     model_config = _read_model_config(path, config)
-    return _checkpoint(path, config, generation_config, model_config, open_safetensors(path))
+    source = open_prequantized(open_safetensors(path), config)
+    return _checkpoint(path, config, generation_config, model_config, source)
 
 
 def _open_gguf(path: Path, overrides: dict[str, Any]) -> Checkpoint:

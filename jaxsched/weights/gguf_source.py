@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxsched.gguf_file import GGUFError, GGUFTensor, read_gguf_header
+from jaxsched.host_memory import empty_pages
 
 from ..models import family_of
 from ..models.quantized import KernelFormat
@@ -19,10 +20,12 @@ from .gguf_blocks import FORMATS, read_blocks
 from .gguf_config import Arch, gguf_architecture, gguf_config
 from .gguf_names import Place, places
 from .gguf_rope import FACTORS
+from .source import map_bytes
 
 _PLAIN: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 """Block formats that ``read`` turns into float32."""
+_SLICE = 1 << 18  # numbers dequantized together
 
 
 class GGUFSource:
@@ -35,7 +38,7 @@ class GGUFSource:
     model, and ImportError when the optional library that dequantizes is not installed.
     """
 
-    declared = False  # its blocks are multiplied as they are where that is asked for
+    declared = False  # its weights may be of any type; only quantization="keep" keeps them as they are
 
     def __init__(self, path: Path):
         try:
@@ -46,7 +49,6 @@ class GGUFSource:
         self._library = _import_gguf()
         self.header = header
         self._kinds = {name: self._check(name, tensor) for name, tensor in header.tensors.items()}
-        self._data = np.memmap(path, np.uint8, mode="r")
         factors = {name: self._factors(name) for name in FACTORS if name in header.tensors}
         self.config = gguf_config(header, factors)
         self._places: dict[str, Place] = {}
@@ -67,6 +69,9 @@ class GGUFSource:
                     f"{self.header.path}: two tensors stand for {ours!r}; the file is corrupt"
                 )
             self._places[ours] = place
+
+    def file_of(self, name: str) -> Path:
+        return self.header.path
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: place.shape for name, place in self._places.items()}
@@ -101,7 +106,7 @@ class GGUFSource:
         if kind in _PLAIN:
             values = rows.view(_PLAIN[kind])
         elif kind in QUANTIZED:
-            values = self._library.quants.dequantize(rows, self._library.GGMLQuantizationType[kind])
+            values = self._dequantized(rows, kind, place.tensor.shape[-1])
         else:
             raise CheckpointError(
                 f"{self.header.path}: tensor {name!r} has type {kind}; "
@@ -111,14 +116,24 @@ class GGUFSource:
             return values.reshape(-1)[place.first : place.first + place.rows]
         return values
 
+    def _dequantized(self, rows: np.ndarray, kind: str, width: int) -> np.ndarray:
+        """float32 values of blocks. Some rows at a time: the library makes several arrays of what it is given."""
+        number = self._library.GGMLQuantizationType[kind]
+        # Soon freed: what is not too large comes from memory that is used again and again.
+        values = empty_pages((len(rows), width), np.float32, least=32 << 20)
+        step = max(1, _SLICE // width)
+        for i in range(0, len(rows), step):
+            values[i : i + step] = self._library.quants.dequantize(rows[i : i + step], number)
+        return values
+
     def _rows(self, place: Place) -> np.ndarray:
         """The bytes ``[rows, bytes]`` of a matrix or a part of one; of a vector those of all of it ``[1, bytes]``."""
-        tensor = place.tensor
-        data = np.asarray(self._data[tensor.offset : tensor.offset + self._nbytes(tensor)])
+        tensor, nbytes = place.tensor, self._nbytes(place.tensor)
         if len(tensor.shape) == 1:
-            return data.reshape(1, -1)
-        rows = data.reshape(math.prod(tensor.shape[:-1]), -1)
-        return rows[place.first : place.first + place.rows]
+            return map_bytes(self.header.path, tensor.offset, nbytes).reshape(1, -1)
+        each = nbytes // math.prod(tensor.shape[:-1])
+        start, count = tensor.offset + place.first * each, place.rows * each
+        return map_bytes(self.header.path, start, count).reshape(place.rows, each)
 
     def _reordered(self, name: str, place: Place, rows: np.ndarray) -> np.ndarray:
         """``rows``, values or bytes, in Hugging Face's order along their first axis."""

@@ -1,7 +1,9 @@
-"""Fills the decoder's parameters from a checkpoint, one at a time."""
+"""Fills the decoder's parameters from a checkpoint."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,13 +12,17 @@ import numpy as np
 from flax import nnx
 
 from ..models import Decoder, Family, family_of
+from ..models.parts import AdapterShape
 from ..models.quantized import multiplies_fp8
-from ..models.weights import Rule, weight_table
+from ..models.weights import Names, Rule, weight_table
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
+from .parallel import Job, Stop, in_parallel
 from .plan import make, plan
 
 _LISTED = 10  # names in an error
+_FEW = 100  # layers that may be missing altogether and are then listed by name
+_SHARE, _LEAST = 0.2, 64 << 20  # of the model, bytes: what is read and made at the same time
 
 
 def load_model(
@@ -25,14 +31,16 @@ def load_model(
     device: jax.Device | jax.sharding.Sharding | None = None,
     *,
     quantization: str | None = None,
+    adapters: Mapping[str, AdapterShape] | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """``(graphdef, params)`` of the checkpoint's Decoder: the static, hashable part and the arrays.
 
     ``nnx.merge(graphdef, params)`` is the module; do it inside ``jax.jit`` with ``graphdef`` static.
     Arguments and errors as in ``load_params``.
     """
-    graphdef, _ = structure(checkpoint, dtype, device, quantization=quantization)
-    return graphdef, load_params(checkpoint, dtype=dtype, device=device, quantization=quantization)
+    options: dict[str, Any] = {"quantization": quantization, "adapters": adapters}
+    graphdef, _ = structure(checkpoint, dtype, device, **options)
+    return graphdef, load_params(checkpoint, dtype=dtype, device=device, **options)
 
 
 def load_params(
@@ -41,13 +49,17 @@ def load_params(
     dtype: jnp.dtype,
     device: jax.Device | jax.sharding.Sharding | None = None,
     quantization: str | None = None,
+    stop: Stop | None = None,
+    adapters: Mapping[str, AdapterShape] | None = None,
 ) -> nnx.State:
     """The decoder's parameters, pure arrays of ``dtype`` on ``device`` (None: jax's default).
 
-    Tensors are read, cast, joined and copied to the device one parameter at a time, so the host holds at
-    most one parameter beside the mapped file. ``quantization``: see ``plan.plan``.
+    Parameters are read, cast, joined and copied to the device in a few threads, the largest first. Beside what is on
+    the device the host holds a fifth of the model at most, or one parameter if that is larger; on a CPU the parameters
+    are these arrays. ``quantization``: see ``plan.plan``. ``stop`` ends it with CancelledError. ``adapters``: the
+    kernels with room for low-rank adapters, by path; the room is filled with zeros.
 
-    Raises CheckpointError when tensors are missing, unexpected, wrongly shaped or not floating point, and
+    Raises CheckpointError when tensors are missing, unexpected, wrongly shaped, not floating point or not finite, and
     ValueError for a dtype that is not a floating one.
     """
     dtype = jnp.dtype(dtype)
@@ -56,16 +68,29 @@ def load_params(
     family, source = family_of(checkpoint.config), checkpoint.source
     table = _weight_table(checkpoint, family)
     _account_for_every_tensor(checkpoint, family, table)
-    _, abstract = structure(checkpoint, dtype, device, quantization=quantization)
+    _, abstract = structure(checkpoint, dtype, device, quantization=quantization, adapters=adapters)
     formats = plan(source, table, quantization, fp8=_multiplies_fp8(device))
-    arrays: dict[str, jax.Array] = {}
-    for path, rule in table.items():
-        for name, value in make(source, path, rule, dtype, formats).items():
-            # Waiting for the copy bounds the host's memory to one parameter.
-            arrays[name] = jax.block_until_ready(jax.device_put(value, device))
+    wide = 4 + (2 if formats else 1) * dtype.itemsize  # bytes a number while it is read and put in its place
+
+    def job(path: str, rule: Rule) -> Job:
+        def work() -> dict[str, jax.Array]:
+            made = make(source, path, rule, dtype, formats)
+            # Waiting for the copy bounds the host's memory.
+            return {name: jax.block_until_ready(jax.device_put(x, device)) for name, x in made.items()}
+
+        return wide * math.prod(rule.shape), work
+
+    made = in_parallel(
+        [job(*item) for item in table.items()], limit=max(_LEAST, int(_SHARE * nbytes(abstract))), stop=stop
+    )
+    arrays = {name: array for part in made for name, array in part.items()}
+    del made
 
     def take(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        array = arrays.pop(name := _dotted(path))
+        name = _dotted(path)
+        if name.endswith((".lora_a", ".lora_b")):
+            return jnp.zeros(leaf.shape, leaf.dtype, device=device)
+        array = arrays.pop(name)
         found, wanted = (array.shape, array.dtype), (leaf.shape, leaf.dtype)
         assert found == wanted, f"{name}: made {found}, decoder wants {wanted}"
         return array
@@ -81,12 +106,13 @@ def structure(
     device: jax.Device | jax.sharding.Sharding | None = None,
     *,
     quantization: str | None = None,
+    adapters: Mapping[str, AdapterShape] | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """What ``load_model`` gives, with shapes in place of arrays: no tensor is read."""
     table = _weight_table(checkpoint, family_of(checkpoint.config))
     formats = plan(checkpoint.source, table, quantization, fp8=_multiplies_fp8(device))
     config = checkpoint.model_config
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats)))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats, adapters)))
     return graphdef, nnx.as_pure(state)
 
 
@@ -95,7 +121,28 @@ def _weight_table(checkpoint: Checkpoint, family: Family) -> dict[str, Rule]:
     names, found = family.names, checkpoint.source.shapes()
     if f"{names.embed}.weight" not in found and f"{names.bare().embed}.weight" in found:
         names = names.bare()
+    _check_size(checkpoint, names)
     return weight_table(checkpoint.model_config, names)
+
+
+def _check_size(checkpoint: Checkpoint, names: Names) -> None:
+    """Refuses a configuration of another size than the tensors before anything of that size is made."""
+    c, found = checkpoint.model_config, checkpoint.source.shapes()
+    experts = c.experts.count if c.experts is not None else 0
+    wanted = sum(max(1, experts * layer.experts) for layer in c.layers)  # of some tensor each
+    if wanted > len(found) + _FEW:
+        routed = f" with {experts} experts" if experts else ""
+        raise CheckpointError(
+            f"{checkpoint.path}: the configuration describes {c.num_layers} layers{routed}, but there are only "
+            f"{len(found)} tensors; use the config.json that belongs to these weights"
+        )
+    table, shape = f"{names.embed}.weight", (c.vocab_size, c.hidden_size)
+    if found.get(table, shape) != shape:
+        raise CheckpointError(
+            f"{checkpoint.path}: the configuration describes {c.vocab_size} tokens of width {c.hidden_size}, but "
+            f"{table!r} in {checkpoint.source.file_of(table).name} has the shape {found[table]}; use the config.json "
+            "that belongs to these weights"
+        )
 
 
 def _multiplies_fp8(device: jax.Device | jax.sharding.Sharding | None) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from ..models.quantized import KernelFormat
 from ..models.weights import Rule
+from .build import build, floating
 from .errors import CheckpointError
 from .quantize import FLOAT8, INT4, INT8, Kernel, common_format, join, quantize
 from .source import QuantizedSource, TensorSource
@@ -20,7 +19,6 @@ METHODS: dict[str, KernelFormat] = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}
 """What ``quantization`` makes of the kernels of layers when they are loaded."""
 KEEP, DEQUANTIZE = "keep", "dequantize"
 QUANTIZATIONS = (*METHODS, KEEP, DEQUANTIZE)
-_FLOATING = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 
 
 def plan(
@@ -52,7 +50,7 @@ def plan(
         return {}
     formats = {}
     for path, rule in table.items():
-        if (name := _kernel_path(path)) is None:
+        if (name := kernel_path(path)) is None:
             continue
         fmt = METHODS[quantization] if quantization in METHODS else _stored_format(rule, stored)
         if fmt is not None:
@@ -61,7 +59,7 @@ def plan(
     return formats
 
 
-def _kernel_path(path: str) -> str | None:
+def kernel_path(path: str) -> str | None:
     """The path of a kernel of a layer; None for other parameters, and for routers and gates."""
     name, _, last = path.rpartition(".")
     keep = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down", "shared.gate_up", "shared.down")
@@ -102,9 +100,7 @@ def make(
     name = path.removesuffix(".kernel")
     fmt = formats.get(name) if path.endswith(".kernel") else None
     if fmt is None:
-        value = rule.build([floating(source, tensor, dtype) for tensor in rule.sources])
-        # Never hand a view of the mapped file on: jax may alias it, and the file may change while it runs.
-        return {path: value if value.flags.owndata else value.copy()}
+        return {path: build(source, rule, dtype)}
     count = rule.stack or 1
     each = len(rule.sources) // count
     parts = [_quantized(source, rule, rule.sources[i * each : (i + 1) * each], fmt) for i in range(count)]
@@ -134,14 +130,3 @@ def _quantized(source: TensorSource, rule: Rule, names: tuple[str, ...], fmt: Ke
         raise CheckpointError(
             f"{', '.join(names)} cannot be quantised: {error}; use a sound checkpoint"
         ) from error
-
-
-def floating(source: TensorSource, name: str, dtype: Any) -> np.ndarray:
-    """The tensor ``name`` as ``dtype``. Raises CheckpointError if it is not floating point."""
-    tensor = source.read(name)
-    if tensor.dtype not in _FLOATING:
-        raise CheckpointError(
-            f"tensor {name!r} has dtype {tensor.dtype}; supported: float16, bfloat16, float32, float64; "
-            "use an unquantized checkpoint"
-        )
-    return tensor.astype(dtype, copy=False)

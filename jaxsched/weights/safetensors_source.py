@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from .errors import CheckpointError
+from .source import map_bytes
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -38,7 +39,7 @@ class _Entry:
 
 
 class SafetensorsSource:
-    """Tensors of one or more safetensors files, mapped into memory and read on demand.
+    """Tensors of one or more safetensors files, read on demand; each is mapped into memory as long as somebody has it.
 
     ``promised`` is the index's map from tensor name to file name; without it every tensor found is taken.
     Raises CheckpointError for a file that is missing, corrupt or truncated, a tensor that two files hold,
@@ -47,7 +48,6 @@ class SafetensorsSource:
 
     def __init__(self, paths: list[Path], promised: dict[str, str] | None = None):
         self._entries: dict[str, _Entry] = {}
-        self._maps: dict[Path, np.memmap] = {}
         for path in paths:
             for name, entry in _read_header(path).items():
                 if name in self._entries:
@@ -71,10 +71,11 @@ class SafetensorsSource:
         entry = self._entries[name]
         if entry.nbytes == 0:
             return np.empty(entry.shape, _DTYPES[entry.dtype])
-        if entry.path not in self._maps:
-            self._maps[entry.path] = np.memmap(entry.path, np.uint8, mode="r")
-        data = self._maps[entry.path][entry.offset : entry.offset + entry.nbytes]
-        return np.asarray(data).view(_DTYPES[entry.dtype]).reshape(entry.shape)
+        data = map_bytes(entry.path, entry.offset, entry.nbytes)
+        return data.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def file_of(self, name: str) -> Path:
+        return self._entries[name].path
 
 
 def open_safetensors(directory: Path) -> SafetensorsSource:
@@ -94,6 +95,8 @@ def open_safetensors(directory: Path) -> SafetensorsSource:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is not a safetensors index ({error}); {_AGAIN}") from error
     files = sorted(set(weight_map.values()))
+    if outside := [file for file in files if Path(file).name != file]:
+        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file of its folder; {_AGAIN}")
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
         raise CheckpointError(
@@ -142,7 +145,20 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a corrupt safetensors header ({error}); {_AGAIN}") from error
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, value, 8 + length, size) for name, value in header.items()}
+    entries = {name: _entry(path, name, value, 8 + length, size) for name, value in header.items()}
+    _refuse_overlaps(path, entries)
+    return entries
+
+
+def _refuse_overlaps(path: Path, entries: dict[str, _Entry]) -> None:
+    end, before = 0, ""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset < end and entry.nbytes:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} begins at byte {entry.offset}, inside tensor {before!r}, which "
+                f"ends at {end}; {_AGAIN}"
+            )
+        end, before = max(end, entry.offset + entry.nbytes), name
 
 
 def _entry(path: Path, name: str, value: Any, start: int, size: int) -> _Entry:

@@ -1,6 +1,7 @@
 """Random limits, policies, controllers, arrivals and aborts. The fake device checks who owns each page at every read
 and write, and that a shared page holds what its readers' prompts say."""
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -18,19 +19,25 @@ def random_limits(rng):
     page_size, max_len = rng.choice([1, 2, 4, 8, 16]), rng.choice([24, 48, 96])
     split = rng.random() < 0.8
     whole = -(-max_len // page_size)
+    window = rng.choice([None, 1, page_size, 7, 20, 40])
     # From a pool that holds one longest sequence, which keeps preempting, to one that never runs short.
     pages = rng.choice([whole, whole + 1, whole * 2, whole * 8])
-    slots = rng.choice([1, 2, 3, 5, 8])
-    return make_limits(
+    slots, chunk = rng.choice([1, 2, 3, 5, 8]), rng.choice([1, 3, 8, 16, max_len])
+    limits = make_limits(
         num_slots=slots,
         num_pages=pages,
         page_size=page_size,
         max_model_len=max_len,
         num_steps=rng.choice([1, 2, 3, 4, 8, 16]),
-        chunk_tokens=rng.choice([1, 3, 8, 16, max_len]),
+        chunk_tokens=chunk,
+        whole_pages=(not split or chunk >= page_size) and rng.random() < 0.3,
         split_prompts=split,
         prefix_caching=rng.random() < 0.7,
+        window=window,
     )
+    if window is not None and pages == whole:  # then the least is what one sequence owns at a time
+        limits = dataclasses.replace(limits, num_pages=limits.need(max_len))
+    return limits
 
 
 def some_policy(rng, seed):
@@ -151,9 +158,11 @@ def check_plan(loop, plan, running_before):
         first = policy.first(loop.now)
         assert all(s.arrival > max(stay, default=-1) for s in running_before if s.status is Status.WAITING)
         assert first is None or all(s.arrival < first.arrival for _, s in plan.admits)
+    parts = [p for step in plan.mixed for p in step.pieces]
+    if limits.whole_pages:
+        assert all(p.start % limits.page_size == 0 for p in parts), "a page is not written whole"
     whole = not limits.split_prompts
-    assert not whole or all(p.ends and p.start == p.sequence.prefilled - p.length
-                            for step in plan.mixed for p in step.pieces)  # fmt: skip
+    assert not whole or all(p.ends and p.start == p.sequence.prefilled - p.length for p in parts)  # fmt: skip
 
 
 def simulate(seed):

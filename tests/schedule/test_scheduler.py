@@ -9,6 +9,7 @@ import pytest
 
 from fake_device import Loop, expected_output, make_limits, make_sequence
 from jaxsched.schedule import Finish, Status
+from jaxsched.schedule.rounds import FixedRounds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,6 +60,28 @@ def test_prompts_are_packed_and_split():
     ]
     assert entries(plan) == {"a": 8, "b": 6, "c": 6}
     assert [step.tokens for step in plan.mixed] == [16, 16, 11]
+
+
+def test_prompts_are_cut_between_pages():
+    """Pages of 4 and 14 tokens a step: what is left of a step is not given to a part of a page."""
+    loop = loop_of(chunk_tokens=14, whole_pages=True)
+    loop.add(make_sequence("a", 9, 9), make_sequence("b", 31, 9), make_sequence("c", 3, 9))
+    assert pieces(loop.plan()) == [
+        [("a", 0, 9, True), ("b", 0, 4, False)],
+        [("b", 4, 12, False)],
+        [("b", 16, 12, False)],
+        [("b", 28, 3, True), ("c", 0, 3, True)],
+    ]
+
+
+@pytest.mark.parametrize("chunk", [1, 6])
+def test_a_page_is_the_least_that_is_read_whole(chunk):
+    """Whatever a controller or policy wants: less would never come to an end."""
+    loop = Loop(make_limits(page_size=8, whole_pages=True), controller=FixedRounds(2, chunk))
+    loop.add(make_sequence("a", 20, 3))
+    assert pieces(loop.plan()) == [[("a", 0, 8, False)], [("a", 8, 8, False)]]
+    loop.commit()
+    loop.finish()
 
 
 def test_running_decodes_are_in_every_round():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import ml_dtypes
 import numpy as np
 import pytest
 from huggingface_hub import errors
@@ -53,6 +54,24 @@ def duplicate(folder: Path) -> None:
 
 def lose_shard_tensor(folder: Path) -> None:
     edit_tensors(folder / "model-00001-of-00002.safetensors", lambda t: t.pop("model.embed_tokens.weight"))
+
+
+def poison(path: Path, name: str, value: float, dtype: Any = np.float32) -> None:
+    """Stores the tensor as ``dtype``, with ``value`` for its last number."""
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensor = tensors[name].astype(dtype)
+        tensor.reshape(-1)[-1] = value
+        tensors[name] = tensor
+
+    edit_tensors(path, edit)
+
+
+def edit_index(folder: Path, name: str, file: str) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][name] = file
+    path.write_text(json.dumps(index))
 
 
 def write_index(folder: Path, text: str) -> None:
@@ -184,6 +203,99 @@ BROKEN: dict[str, tuple[dict[str, Any], Break, str]] = {
         {},
         lambda f: edit_json(f / "config.json", num_hidden_layers=4),
         r"\(18 differ\):\n(  model\.layers\.2[\w.]+: missing, expected \(.*\)\n){9}.*\n  \.\.\. and 8 more\n",
+    ),
+    "NaN": (
+        {"shards": 2},
+        lambda f: poison(f / "model-00002-of-00002.safetensors", "model.norm.weight", np.nan),
+        r"model-00002-of-00002\.safetensors: tensor 'model\.norm\.weight' has numbers that are NaN or infinite",
+    ),
+    "infinity in float16": (
+        {},
+        lambda f: poison(f / FILE, "model.layers.1.mlp.up_proj.weight", -np.inf, np.float16),
+        r"model\.safetensors: tensor 'model\.layers\.1\.mlp\.up_proj\.weight' has numbers that are NaN or infinite",
+    ),
+    "NaN in bfloat16": (
+        {},
+        lambda f: poison(f / FILE, "lm_head.weight", np.nan, ml_dtypes.bfloat16),
+        r"model\.safetensors: tensor 'lm_head\.weight' has numbers that are NaN or infinite",
+    ),
+    "float64 beyond float32": (
+        {},
+        lambda f: poison(f / FILE, "model.norm.weight", 1e300, np.float64),
+        r"tensor 'model\.norm\.weight' has numbers up to 1e\+300, which float32 cannot hold",
+    ),
+    "overlapping tensors": (
+        {},
+        lambda f: edit_header(
+            f / FILE,
+            lambda h: h["model.norm.weight"].update(
+                data_offsets=[h["lm_head.weight"]["data_offsets"][0] + 8, h["lm_head.weight"]["data_offsets"][0] + 264]
+            ),
+        ),
+        r"tensor 'model\.norm\.weight' begins at byte \d+, inside tensor 'lm_head\.weight', which ends at \d+",
+    ),
+    "shard is truncated": (
+        {"shards": 2},
+        lambda f: cut(f / "model-00002-of-00002.safetensors", 100),
+        r"model-00002-of-00002\.safetensors is truncated: tensor '",
+    ),
+    "index names another shard": (
+        {"shards": 2},
+        lambda f: edit_index(f, "model.norm.weight", "model-00001-of-00002.safetensors"),
+        r"tensor 'model\.norm\.weight' is in model-00001-of-00002\.safetensors, but it is not; it is in model-00002",
+    ),
+    "index names an unknown tensor": (
+        {"shards": 2},
+        lambda f: edit_index(f, "model.norm.bias", "model-00001-of-00002.safetensors"),
+        r"tensor 'model\.norm\.bias' is in model-00001-of-00002\.safetensors, but it is not; download",
+    ),
+    "index leaves its folder": (
+        {"shards": 2},
+        lambda f: edit_index(f, "model.norm.weight", "../secret.safetensors"),
+        r"index\.json names '\.\./secret\.safetensors', which is not a file of its folder",
+    ),
+    "empty folder": (
+        {},
+        lambda f: [file.unlink() for file in f.iterdir()],
+        r"has no config\.json and 0 \.gguf files",
+    ),
+    "empty config": ({}, lambda f: (f / "config.json").write_bytes(b""), r"config\.json is not valid JSON"),
+    "config of a wider model": (
+        {},
+        lambda f: edit_json(f / "config.json", hidden_size=128),
+        r"describes 272 tokens of width 128, but 'model\.embed_tokens\.weight' in model\.safetensors has the shape "
+        r"\(272, 64\)",
+    ),
+    "config of another family": (
+        {},
+        lambda f: edit_json(f / "config.json", architectures=["Qwen2ForCausalLM"], model_type="qwen2"),
+        r"\(6 differ\):\n(  model\.layers\.\d\.self_attn\.\w_proj\.bias: missing, expected \(\d+,\)\n){6}",
+    ),
+    "many layers": (
+        {},
+        lambda f: edit_json(f / "config.json", num_hidden_layers=4000),
+        r"describes 4000 layers, but there are only 21 tensors",
+    ),
+    "10^9 layers": (
+        {},
+        lambda f: edit_json(f / "config.json", num_hidden_layers=10**9),
+        r"num_hidden_layers is 1000000000; it must be an integer from 1 to 4096",
+    ),
+    "10^9 wide": (
+        {},
+        lambda f: edit_json(f / "config.json", hidden_size=10**9, num_attention_heads=10**7, head_dim=100,
+                            num_key_value_heads=10**7, intermediate_size=10**9),
+        r"describes 272 tokens of width 1000000000, but 'model\.embed_tokens\.weight'",
+    ),
+    "10^9 heads": (
+        {},
+        lambda f: edit_json(f / "config.json", num_key_value_heads=10**9),
+        r"num_attention_heads 4 is not a multiple of num_key_value_heads 1000000000",
+    ),
+    "10^9 in the MLP": (
+        {},
+        lambda f: edit_json(f / "config.json", intermediate_size=10**9),
+        r"model\.layers\.0\.mlp\.gate_proj\.weight: expected \(1000000000, 64\), found \(128, 64\)",
     ),
     "integer weights": (
         {},

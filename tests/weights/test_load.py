@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxsched.models import family_of
-from jaxsched.weights import load_model, load_params, open_checkpoint
+from jaxsched.weights import CheckpointError, load_model, load_params, open_checkpoint
 from toy_gguf import tensors_of
 from toys import TOYS, write_toy
 
@@ -103,3 +103,27 @@ def test_device(tmp_path: Path) -> None:
     device = jax.devices()[-1]
     params = load_params(open_checkpoint(write_toy(tmp_path / "toy")), dtype="float32", device=device)
     assert {d for leaf in jax.tree.leaves(params) for d in leaf.devices()} == {device}
+
+
+def test_numbers_that_the_dtype_cannot_hold(tmp_path: Path) -> None:
+    folder = write_toy(tmp_path / "toy")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = -1e5
+    save_file(tensors, file)
+    load_params(open_checkpoint(folder), dtype="bfloat16")
+    message = r"tensor 'model\.layers\.0\.mlp\.down_proj\.weight' has numbers up to 1e\+05, which float16 cannot hold"
+    with pytest.raises(CheckpointError, match=message) as info:
+        load_params(open_checkpoint(folder), dtype="float16")
+    assert str(file) in str(info.value)
+
+
+def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
+    folder = write_toy(tmp_path / "toy")
+    checkpoint, file = open_checkpoint(folder), folder / "model.safetensors"
+    with open(file, "r+b") as handle:
+        handle.truncate(5000)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors ends before byte \d+, where a tensor should end"
+    ):
+        load_params(checkpoint, dtype="float32")

@@ -43,7 +43,8 @@ def test_the_text_model_of_a_multimodal_gemma(tmp_path: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
     outer: dict[str, Any] = {
         "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-        "vision_config": {"hidden_size": 8}, "text_config": config, "mm_tokens_per_image": 256, "eos_token_id": [1, 106],
+        "vision_config": {"hidden_size": 8}, "text_config": config, "mm_tokens_per_image": 256,
+        "eos_token_id": [1, 106],
     }  # fmt: skip
     (whole / "config.json").write_text(json.dumps(outer))
     vision = {"vision_tower.embed.weight": np.ones((2, 2), np.float32)}

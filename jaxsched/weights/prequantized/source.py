@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,20 @@ class PrequantizedSource:
     ``read`` gives a quantised matrix dequantised (float32); ``read_quantized`` as it is, if ``formats`` names it.
     """
 
+    declared = True  # the checkpoint says that it is quantised
+
     def __init__(self, source: TensorSource, reader: Reader):
         self._source, self._reader = source, reader
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         plain = {n: shape for n, shape in self._source.shapes().items() if n not in self._reader.tensors}
         return plain | {f"{name}.weight": found.shape for name, found in self._reader.matrices.items()}
+
+    def file_of(self, name: str) -> Path:
+        matrix = name.removesuffix(".weight")
+        if matrix in self._reader.matrices:  # the first of its tensors stands for all
+            name = min(tensor for tensor in self._reader.tensors if tensor.rpartition(".")[0] == matrix)
+        return self._source.file_of(name)
 
     def read(self, name: str) -> np.ndarray:
         matrix = name.removesuffix(".weight")
