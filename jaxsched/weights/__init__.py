@@ -8,19 +8,16 @@ from .parallel import Stop
 from .source import TensorSource
 
 __all__ = [
-<<<<<<< HEAD
+    "AdapterTargets",
     "Checkpoint",
     "CheckpointError",
     "Stop",
     "TensorSource",
+    "adapter_targets",
     "load_model",
     "load_params",
     "nbytes",
     "open_checkpoint",
+    "read_adapter",
     "structure",
 ]
-=======
-    "AdapterTargets", "Checkpoint", "CheckpointError", "TensorSource", "adapter_targets", "load_model", "load_params",
-    "open_checkpoint", "read_adapter",
-]  # fmt: skip
->>>>>>> main
