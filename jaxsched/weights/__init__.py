@@ -8,19 +8,6 @@ from .parallel import Stop
 from .source import TensorSource
 
 __all__ = [
-<<<<<<< HEAD
-    "Checkpoint",
-    "CheckpointError",
-    "Stop",
-    "TensorSource",
-    "load_model",
-    "load_params",
-    "nbytes",
-    "open_checkpoint",
-    "structure",
-]
-=======
-    "AdapterTargets", "Checkpoint", "CheckpointError", "TensorSource", "adapter_targets", "load_model", "load_params",
-    "open_checkpoint", "read_adapter",
+    "AdapterTargets", "Checkpoint", "CheckpointError", "Stop", "TensorSource", "adapter_targets", "load_model",
+    "load_params", "nbytes", "open_checkpoint", "read_adapter", "structure",
 ]  # fmt: skip
->>>>>>> main

@@ -66,15 +66,9 @@ def load_params(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype {dtype} is not a floating-point type; use float32, bfloat16 or float16")
     family, source = family_of(checkpoint.config), checkpoint.source
-<<<<<<< HEAD
-    _, abstract = structure(checkpoint, dtype, device, quantization=quantization)
+    _, abstract = structure(checkpoint, dtype, device, quantization=quantization, adapters=adapters)
     table = _weight_table(checkpoint, family)
     _check_tied_head(checkpoint, family, table)
-=======
-    table = _weight_table(checkpoint, family)
-    _account_for_every_tensor(checkpoint, family, table)
-    _, abstract = structure(checkpoint, dtype, device, quantization=quantization, adapters=adapters)
->>>>>>> main
     formats = plan(source, table, quantization, fp8=_multiplies_fp8(device))
     wide = 4 + (2 if formats else 1) * dtype.itemsize  # bytes a number while it is read and put in its place
 
