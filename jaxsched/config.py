@@ -125,10 +125,9 @@ class EngineConfig:
             )
         make_policy(self.scheduling_policy)
         self._check_targets()
-        if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be in (0, 1]"
-            )
+        share = self.gpu_memory_utilization
+        if not _is_number(share) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization is {share!r}; it must be in (0, 1]")
 
     def _check_targets(self) -> None:
         share = self.prefill_share
@@ -251,8 +250,7 @@ class EngineConfig:
             logprob_widths=self._logprob_widths(model.vocab_size),
             logprobs_mode=self.logprobs_mode,
             warm_up=self.warm_up,
-            max_loras=self.max_loras if self.enable_lora else 0,
-            max_lora_rank=self.max_lora_rank if self.enable_lora else 0,
+            loras=(self.max_loras, self.max_lora_rank) if self.enable_lora else (0, 0),
             attention="xla" if backend == "auto" and platform == "cpu" else backend,
         )
 
@@ -391,8 +389,7 @@ class Resolved:
     logprob_widths: tuple[int, ...] = (20,)  # log-probabilities per token that programs report, rising
     logprobs_mode: str = "raw_logprobs"
     attention: str = "auto"  # an implementation of jaxsched.pallas_kernels, or chosen by platform and shape
-    max_loras: int = 0  # low-rank adapters on the device, 0: requests can have none
-    max_lora_rank: int = 0
+    loras: tuple[int, int] = (0, 0)  # adapters on the device, 0 if there can be none; their largest rank
     warm_up: str = dataclasses.field(default="plain", compare=False)  # it changes no result
 
 

@@ -104,7 +104,7 @@ class Engine:
             pages_per_seq=self.resolved.pages_per_seq,
             max_stop_ids=self.max_stop_ids,
             dtype=self.resolved.kv_dtype,
-            adapters=self.resolved.max_loras > 0,
+            adapters=self.resolved.loras[0] > 0,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -147,8 +147,8 @@ TENSORS = [
         spoil(B0, lambda x: x[:-1]),
         f"tensor '{B0}' has shape (63, 4), but with rank 4 this model needs (64, 4)",
     ),
-    (spoil(Q0, lambda x: x * np.nan), f"tensor '{Q0}' has values that are not finite as float32"),
-    (spoil(B0, lambda x: x * np.inf), f"tensor '{B0}' times its scale has values that are not finite"),
+    (spoil(Q0, lambda x: x * np.nan), f"tensor '{Q0}' has numbers that are NaN or infinite"),
+    (spoil(B0, lambda x: x * np.inf), f"tensor '{B0}' has numbers that are NaN or infinite"),
     (spoil(Q0, lambda x: x.astype(np.int32)), f"tensor '{Q0}' has dtype int32"),
     (
         lambda t: t.update({PREFIX + "lm_head.lora_A.weight": t[Q0]}),
@@ -176,6 +176,14 @@ def test_tensors_that_are_refused(folder, targets, change, message):
     change_tensors(folder, change)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         read_adapter(folder, targets)
+
+
+def test_numbers_that_the_scale_makes_too_large(folder, toy):
+    change_config(folder, lora_alpha=1e9)
+    with pytest.raises(
+        CheckpointError, match="B.weight' times its scale has values that are not finite as float16"
+    ):
+        read_adapter(folder, adapter_targets(toy("base").checkpoint, 1, 4, "float16"))
 
 
 def test_experts_and_routers_are_refused(family_toy, tmp_path):
