@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ from .errors import CheckpointError
 from .gguf_metadata import Metadata
 from .gguf_rope import rope_words
 
+MAX_HEADS, MAX_WIDTH = 65536, 2**24  # a file that says more is corrupt
 _COMMON = {
-    "num_hidden_layers": "block_count",
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
+    "num_hidden_layers": ("block_count", MAX_LAYERS),
+    "max_position_embeddings": ("context_length", 2**31),
+    "hidden_size": ("embedding_length", MAX_WIDTH),
+    "intermediate_size": ("feed_forward_length", MAX_WIDTH),
+    "num_attention_heads": ("attention.head_count", MAX_HEADS),
 }
 _RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -32,8 +34,6 @@ _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml's numbers of the 
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _BIAS = {"attention_bias": ("attn_q.bias", "attn_qkv.bias")}
 _BIASES = {**_BIAS, "mlp_bias": ("ffn_gate.bias",)}
-MAX_HEADS, MAX_WIDTH = 65536, 2**24  # a file that says more is corrupt
-
 Words = dict[str, Any]
 
 
@@ -43,19 +43,13 @@ class Arch:
 
     architecture: str  # class name in config.json
     eps: tuple[str, str] = ("rms_norm_eps", _RMS)  # word and key of the norms' epsilon
-    words: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # further words: key, where the file has it
-    fixed: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # words that follow from the architecture
-    biases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    words: Mapping[str, str] = MappingProxyType({})  # further words: their keys, where the file has them
+    fixed: Mapping[str, Any] = MappingProxyType({})  # words that follow from the architecture
+    biases: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     """Words that say whether there are biases: tensors of the first layer, any of which shows it."""
     more: Callable[[Metadata, Words], Words] | None = None  # words that take more than a look-up
-    permuted: bool = (
-        False  # the converter reorders rows of q and k, as llama.cpp rotates neighbouring numbers
-    )
-    norm_offset: float = 0.0  # that the converter adds to the weights of norms
+    permuted: bool = False  # rows of q and k are reordered, as llama.cpp rotates neighbouring numbers
+    norm_offset: float = 0.0  # is added to the weights of norms
     rope: bool = True
 
 
@@ -92,12 +86,11 @@ def gguf_config(header: GGUFHeader, factors: Mapping[str, np.ndarray]) -> Words:
     meta = Metadata(header, header.metadata["general.architecture"])
     if not meta.has("token_embd.weight"):
         raise meta.error("lacks the tensor 'token_embd.weight'; it is not a complete model")
-    meta.count("block_count", MAX_LAYERS)
     words: Words = {"architectures": [row.architecture], "model_type": meta.prefix[:-1]}
-    words |= {word: meta.need(key) for word, key in _COMMON.items()}
-    heads, hidden = meta.count("attention.head_count", MAX_HEADS), meta.count("embedding_length", MAX_WIDTH)
-    words["num_key_value_heads"] = meta.number("attention.head_count_kv", heads)
-    words["head_dim"] = meta.number("attention.key_length", hidden // heads)
+    words |= {word: meta.count(key, most) for word, (key, most) in _COMMON.items()}
+    heads, hidden = words["num_attention_heads"], words["hidden_size"]
+    words["num_key_value_heads"] = meta.count("attention.head_count_kv", MAX_HEADS, heads)
+    words["head_dim"] = meta.count("attention.key_length", MAX_WIDTH, max(hidden // heads, 1))
     meta.only("attention.value_length", words["head_dim"])
     meta.only("attention.causal", True)
     words[row.eps[0]] = meta.need(row.eps[1])
@@ -106,7 +99,7 @@ def gguf_config(header: GGUFHeader, factors: Mapping[str, np.ndarray]) -> Words:
     words["dtype"] = _dtype(header)
     words |= {word: any(meta.has(f"blk.0.{n}") for n in names) for word, names in row.biases.items()}
     found = {word: meta.number(key) for word, key in row.words.items()}
-    words |= row.fixed | {word: value for word, value in found.items() if value is not None}
+    words |= {**row.fixed, **{word: value for word, value in found.items() if value is not None}}
     if row.rope:
         words |= rope_words(meta, words, factors, whole=row.permuted)
     if row.more is not None:
@@ -129,7 +122,7 @@ def _dtype(header: GGUFHeader) -> str:
 
 def _experts(meta: Metadata, count: str, normalized: bool) -> Words:
     """The routed MLPs' number of experts, by the word ``count``, and how many each token goes to."""
-    meta.only("expert_gating_func", 1)  # softmax
+    meta.only("expert_gating_func", 1, 0)  # softmax, or not said
     meta.only("expert_weights_norm", normalized)
     meta.only("expert_weights_scale", 1.0, 0.0)
     for key in ("expert_group_count", "expert_group_used_count"):
@@ -155,8 +148,6 @@ def _llama(meta: Metadata, words: Words) -> Words:
 def _qwen_moe(meta: Metadata, words: Words) -> Words:
     normalized = meta.prefix == "qwen3moe."
     more = _experts(meta, "num_experts", normalized) | {"norm_topk_prob": normalized}
-    layers = range(words["num_hidden_layers"])
-    more["mlp_only_layers"] = [i for i in layers if not meta.has(f"blk.{i}.ffn_gate_inp.weight")]
     more["moe_intermediate_size"] = _width(meta, "expert_feed_forward_length", "ffn_down_exps.weight")
     if not normalized:
         shared = _width(meta, "expert_shared_feed_forward_length", "ffn_down_shexp.weight")

@@ -55,9 +55,9 @@ class Metadata:
             raise self.error(f"lacks the metadata {self.prefix + key!r}; the file is incomplete")
         return value
 
-    def count(self, key: str, most: int) -> int:
-        """A positive integer of at most ``most``."""
-        value = self.need(key)
+    def count(self, key: str, most: int, default: int | None = None) -> int:
+        """A positive integer of at most ``most``; needed unless there is a default."""
+        value = self.need(key) if default is None else self.number(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise self.error(f"{self.prefix}{key} is {value!r}; it must be an integer from 1 to {most}")
         return value
@@ -71,7 +71,7 @@ class Metadata:
     def token(self, *keys: str) -> list[Any]:
         """The token ids behind those of ``tokenizer.ggml.<key>`` that the file has, each once."""
         found = (self.header.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
-        return list(dict.fromkeys(value for value in found if value is not None))
+        return list(dict.fromkeys(value for value in found if isinstance(value, int | float | str)))
 
     def has(self, tensor: str) -> bool:
         return tensor in self.header.tensors
@@ -84,8 +84,8 @@ class Metadata:
             if key == name or key in self._read or key in _NEUTRAL or not value:
                 continue
             raise self.error(
-                f"{name} is {value!r:.80}, which is not known for this architecture and may change what the model "
-                "computes; use the safetensors checkpoint of this model"
+                f"{name} is {shortest(value)!r:.80}, which is not known for this architecture and may change what the "
+                "model computes; use the safetensors checkpoint of this model"
             )
 
     def error(self, text: str) -> CheckpointError:

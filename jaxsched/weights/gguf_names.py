@@ -50,14 +50,14 @@ def places(name: str, tensor: GGUFTensor, row: Arch, names: Names, words: dict[s
     if top.get(stem):
         return {f"{top[stem]}.{kind}": _whole(name, tensor, stem, kind, row, names)}
     match = _BLOCK.fullmatch(name)
-    parts = match and _parts(match[2], match[3], tensor, names, words)
-    if not parts:
+    parts = _parts(match[2], match[3], tensor, names, words) if match else []
+    if match is None or not parts:
         return {name: Place(name, tensor, tensor.shape, 0, _rows(tensor))}
     found, first = {}, 0
     layer = names.layer.format(match[1])
     for part, rows in parts:
         whole = _whole(name, tensor, match[2], match[4], row, names)
-        if len(parts) > 1:
+        if len(parts) > 1 or len(tensor.shape) > 2:
             whole = dataclasses.replace(whole, shape=(rows, *tensor.shape[1:][-1:]), first=first, rows=rows)
         heads = _heads(part, names, words) if row.permuted else 0
         regrouped = words["num_attention_heads"] if names.interleaved and part == names.qkv[0] else 0
