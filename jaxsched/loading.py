@@ -18,7 +18,7 @@ from jaxsched.models import ModelConfig
 from jaxsched.request import refuse_unknown
 from jaxsched.startup import Background, CompileBar, default_model, use_compilation_cache
 from jaxsched.text import Tokenizer, load_tokenizer
-from jaxsched.weights import load_params, nbytes, open_checkpoint, structure
+from jaxsched.weights import adapter_targets, load_params, nbytes, open_checkpoint, structure
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -68,10 +68,14 @@ def load_engine(
                 "gpu_memory_utilization does nothing on a CPU; num_pages sets the pool", stacklevel=3
             )
     config.resolve(model_config, platform, 1 << 62)  # refuse impossible settings before reading weights
+    room = None
+    if config.enable_lora:
+        room = adapter_targets(checkpoint, config.max_loras, config.max_lora_rank, dtype)
     how: dict[str, Any] = {
         "dtype": jax.numpy.dtype(dtype),
         "device": device,
         "quantization": config.quantization,
+        "adapters": None if room is None else room.shapes,
     }
     graph, shapes = structure(checkpoint, **how)
     tokenizer = load_tokenizer(checkpoint.path)
@@ -88,6 +92,7 @@ def load_engine(
             eos_token_ids=checkpoint.eos_token_ids,
             bos_token_id=checkpoint.bos_token_id,
             max_stop_ids=max(config.max_stop_ids, len(checkpoint.eos_token_ids)),
+            adapters=room,
             **config.engine_options(resolved, platform),
             progress=loading.progress,
         )

@@ -21,7 +21,13 @@ from jaxsched.startup import Background
 from jaxsched.weights import CheckpointError, Stop, load_params, nbytes, open_checkpoint, structure
 from toys import write_toy
 
-TINY = {"max_model_len": 64, "max_num_seqs": 2, "executor": "dispatch", "num_pages": 16, "prefill_chunk_size": 16}
+TINY = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "executor": "dispatch",
+    "num_pages": 16,
+    "prefill_chunk_size": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +58,9 @@ def test_weights_are_read_while_programs_compile(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(loading, "load_params", slow)
     monkeypatch.setattr(loading, "Background", Watched)
     with LLM(folder, **TINY) as llm:
-        assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids)
+        assert len(
+            llm.generate([[1, 2]], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids
+        )
 
 
 def test_a_poisoned_weight_ends_the_start(tmp_path: Path) -> None:
@@ -131,7 +139,9 @@ def test_the_pool_leaves_room_for_weights_that_are_still_to_come(
         assert asked[-1] == (1 << 30) - size
 
 
-def test_headers_are_checked_before_anything_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_checked_before_anything_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_toy(tmp_path, num_layers=1)
     tensors = load_file(path / "model.safetensors")
     del tensors["model.norm.weight"]

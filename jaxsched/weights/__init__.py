@@ -8,6 +8,16 @@ from .parallel import Stop
 from .source import TensorSource
 
 __all__ = [
-    "AdapterTargets", "Checkpoint", "CheckpointError", "Stop", "TensorSource", "adapter_targets", "load_model",
-    "load_params", "nbytes", "open_checkpoint", "read_adapter", "structure",
-]  # fmt: skip
+    "AdapterTargets",
+    "Checkpoint",
+    "CheckpointError",
+    "Stop",
+    "TensorSource",
+    "adapter_targets",
+    "load_model",
+    "load_params",
+    "nbytes",
+    "open_checkpoint",
+    "read_adapter",
+    "structure",
+]

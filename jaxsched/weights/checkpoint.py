@@ -148,8 +148,7 @@ def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
 
 def _open_gguf(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     source = GGUFSource(path)
-    family_of(source.config)  # refuses first what it does not know
-    config = source.complete_config() | overrides
+    config = source.config | overrides
     return _checkpoint(path, config, {}, _read_model_config(path, config), source)
 
 
