@@ -17,6 +17,7 @@ from ..models.quantized import multiplies_fp8
 from ..models.weights import Names, Rule, weight_table
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
+from .hub import RemoteTensors
 from .parallel import Job, Stop, in_parallel
 from .plan import make, plan
 
@@ -153,6 +154,22 @@ def _multiplies_fp8(device: jax.Device | jax.sharding.Sharding | None) -> bool:
     return all(
         map(multiplies_fp8, device.device_set if isinstance(device, jax.sharding.Sharding) else [device])
     )
+
+
+def planned_bytes(checkpoint: Checkpoint, dtype: str, quantization: str | None = None) -> int:
+    """Bytes that the parameters will take on a device, from the configuration and headers alone."""
+    source = checkpoint.source
+    if isinstance(source, RemoteTensors) and checkpoint.config.get("quantization_config"):
+        return source.nbytes  # which kernels stay as they are is known when they are here; this is close
+    table = _weight_table(checkpoint, family_of(checkpoint.config))
+    formats, total = plan(source, table, quantization), 0
+    for path, rule in table.items():
+        fmt = formats.get(path.removesuffix(".kernel"))
+        if fmt is not None and path.endswith(".kernel"):
+            total += math.prod(rule.shape[:-2]) * fmt.nbytes(*rule.shape[-2:])
+        else:
+            total += math.prod(rule.shape) * jnp.dtype(dtype).itemsize
+    return total
 
 
 def nbytes(params: nnx.State) -> int:

@@ -114,7 +114,8 @@ RELEASE = """
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
         return resident()
 
-    run()  # what is compiled and kept for the next
+    for _ in range(2):  # what is compiled and kept for the next, and what compiling leaves behind
+        run()
     gc.collect()
     before = resident()
     most = run()  # the llm goes with the call
@@ -131,5 +132,5 @@ def test_an_llm_gives_back_its_memory(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert found["grew"] > 100e6
+    assert found["grew"] > 100e6, found
     assert found["left"] < 0.15 * found["grew"], found
