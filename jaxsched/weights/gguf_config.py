@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsched.gguf_file import GGUFHeader
+from jaxsched.gguf_file import GGUFHeader, end_tokens
 
 from ..models.config import MAX_EXPERTS, MAX_LAYERS
 from .errors import CheckpointError
@@ -29,7 +29,6 @@ _COMMON = {
     "num_attention_heads": ("attention.head_count", MAX_HEADS),
 }
 _RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml's numbers of the types that are not quantized
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _BIAS = {"attention_bias": ("attn_q.bias", "attn_qkv.bias")}
@@ -104,10 +103,8 @@ def gguf_config(header: GGUFHeader, factors: Mapping[str, np.ndarray]) -> Words:
         words |= rope_words(meta, words, factors, whole=row.permuted)
     if row.more is not None:
         words |= row.more(meta, words)
-    if bos := meta.token("bos_token_id"):
-        words["bos_token_id"] = bos[0]
-    if ends := meta.token(*_ENDS):
-        words["eos_token_id"] = ends
+    words["bos_token_id"] = header.metadata.get("tokenizer.ggml.bos_token_id")
+    words["eos_token_id"] = end_tokens(header.metadata) or None
     meta.done()
     return {word: value for word, value in words.items() if value is not None}
 

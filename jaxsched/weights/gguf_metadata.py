@@ -68,11 +68,6 @@ class Metadata:
         if value is not None and value not in values:
             raise self.error(f"{self.prefix}{key} is {value!r}; supported: {values[0]!r}")
 
-    def token(self, *keys: str) -> list[Any]:
-        """The token ids behind those of ``tokenizer.ggml.<key>`` that the file has, each once."""
-        found = (self.header.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
-        return list(dict.fromkeys(value for value in found if isinstance(value, int | float | str)))
-
     def has(self, tensor: str) -> bool:
         return tensor in self.header.tensors
 

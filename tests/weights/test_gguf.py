@@ -247,4 +247,5 @@ def test_smollm2() -> None:
     assert (c.hidden_size, c.intermediate_size, c.max_position_embeddings) == (576, 1536, 8192)
     assert c.rope == RopeConfig(100_000.0) and c.norm_eps == pytest.approx(1e-5)
     assert c.tie_word_embeddings and not c.qkv_bias and not c.mlp_bias
-    assert checkpoint.eos_token_ids == (2,) and checkpoint.bos_token_id == 1
+    assert checkpoint.eos_token_ids == (2, 0)  # <|im_end|>, which the file names, and <|endoftext|>
+    assert checkpoint.bos_token_id == 1
