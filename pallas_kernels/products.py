@@ -33,6 +33,15 @@ class Stored:
     scale: Float[Array, "*N G O"]
     offset: Float[Array, "*N G O"] | None = None
 
+    def values(self, dtype: Any) -> Float[Array, "*N I O"]:
+        """The kernel that it stands for, computed in float32 and rounded once, to ``dtype``."""
+        *outer, _, columns = self.kernel.shape
+        grouped = self.kernel.reshape(*outer, self.scale.shape[-2], -1, columns).astype(jnp.float32)
+        values = grouped * self.scale[..., None, :].astype(jnp.float32)
+        if self.offset is not None:
+            values = values + self.offset[..., None, :].astype(jnp.float32)
+        return values.reshape(self.kernel.shape).astype(dtype)
+
 
 def quantized_matmul(
     x: Float[Array, "T I"],
@@ -65,20 +74,17 @@ def quantized_matmul(
     many = most_rows is not None and x.shape[0] > most_rows
     if implementation is None and (family is None or many):
         return plain(x, stored)
-    kernels = importlib.import_module(".triton.quantized_matmul", __package__)
+    kernels = importlib.import_module(".triton.products", __package__)
     reason = kernels.refusal(x, stored, family)
     kernel = functools.partial(kernels.quantized_matmul, dtype=out, family=family)
     if implementation is None:
         return lax.platform_dependent(x, stored, cuda=plain if reason else kernel, default=plain)
     if reason is not None:
-        raise ValueError(f"quantized_matmul: implementation 'triton' cannot do this: {reason}; 'reference' can")
+        raise ValueError(
+            f"quantized_matmul: implementation 'triton' cannot do this: {reason}; 'reference' can"
+        )
     return lax.platform_dependent(x, stored, cpu=functools.partial(kernel, interpret=True), default=kernel)
 
 
 def _reference(x: Array, stored: Stored) -> Array:
-    kernel, scale = stored.kernel, stored.scale
-    grouped = kernel.reshape(scale.shape[0], -1, kernel.shape[1]).astype(jnp.float32) * scale[:, None, :]
-    if stored.offset is not None:
-        grouped = grouped + stored.offset[:, None, :]
-    values = grouped.reshape(kernel.shape)
-    return jnp.dot(x.astype(jnp.float32), values, precision=lax.Precision.HIGHEST)
+    return jnp.dot(x.astype(jnp.float32), stored.values(jnp.float32), precision=lax.Precision.HIGHEST)

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from ..quantized_matmul import Stored
+from ..products import Stored
 from ..tuning import CARDS, card
 from .common import power_of_two
 
@@ -102,7 +102,7 @@ def block_of(stored: Stored, splits: int = 1) -> Block:
 
 
 def block_product(
-    s: Block, refs: Any, outer: tuple[Any, ...], row: Array, mine: Array, column: Array, start: Any
+    s: Block, refs: Any, outer: tuple[Any, ...], row: Array, mine: Array, column: Array, start: Any = 0
 ) -> tuple[Array, ...]:
     """Sums in float32 ``[tile, columns]``: of every column, or for int4 of the even and of the odd ones.
 
@@ -142,14 +142,11 @@ def block_product(
 
 
 def store_block(
-    s: Block, out_ref: Any, outer: tuple[Any, ...], row: Array, mine: Array, column: Array, sums: Any
+    s: Block, out_ref: Any, outer: tuple[Any, ...], row: Array, mine: Array, first: Any, sums: Any
 ) -> None:
-    """Writes what ``block_product`` gives to the rows that are ``mine``."""
-    if s.halves == 2:
-        joined = jnp.stack(sums, axis=-1).reshape(row.shape[0], 2 * column.shape[0])
-        column = s.halves * column[0] + jnp.arange(2 * column.shape[0])
-    else:
-        (joined,) = sums
+    """Writes what ``block_product`` gives, from column ``first`` on, to the rows that are ``mine``."""
+    joined = jnp.stack(sums, axis=-1).reshape(row.shape[0], -1) if s.halves == 2 else sums[0]
+    column = first + jnp.arange(joined.shape[1])
     mask = mine[:, None] & (column < s.halves * s.row_bytes)[None, :]
     plt.store(out_ref.at[(*outer, row[:, None], column[None, :])], joined.astype(out_ref.dtype), mask=mask)
 
@@ -158,9 +155,10 @@ def _kernel(s: Block, config: Config, rows: int, *refs: Any) -> None:
     *operands, out_ref = refs
     split = pl.program_id(2)
     row = pl.program_id(0) * config.tile + jnp.arange(config.tile)
-    column = pl.program_id(1) * config.columns + jnp.arange(config.columns)
+    first = pl.program_id(1) * config.columns
+    column = first + jnp.arange(config.columns)
     sums = block_product(s, operands, (), row, row < rows, column, split * s.covered)
-    store_block(s, out_ref, (split,), row, row < rows, column, sums)
+    store_block(s, out_ref, (split,), row, row < rows, s.halves * first, sums)
 
 
 def default_config(rows: int, stored: Stored, family: str | None) -> Config:
@@ -168,11 +166,15 @@ def default_config(rows: int, stored: Stored, family: str | None) -> Config:
     s, groups = block_of(stored), stored.scale.shape[0]
     wide, few = s.row_bytes * s.halves, rows <= FEW
     tile = max(SMALLEST, power_of_two(rows)) if few else 128
-    columns = min((64 if few else 128) // s.halves, max(SMALLEST, power_of_two(s.row_bytes)))
+    narrow = few or stored.offset is not None  # offsets need registers
+    columns = min((64 if narrow else 128) // s.halves, max(SMALLEST, power_of_two(s.row_bytes)))
     splits = 1
     if few:
         blocks = -(-s.row_bytes // columns)
-        read, sums = s.width * s.row_bytes + 4 * groups * wide, 8 * rows * wide  # bytes; sums are written and read
+        read, sums = (
+            s.width * s.row_bytes + 4 * groups * wide,
+            8 * rows * wide,
+        )  # bytes; sums are written and read
         splits = min(2 * card(family).multiprocessors // blocks, 1 + read // (SHARE * sums), -(-s.turns // 4))
     return Config(tile, columns, max(splits, 1), 4 if few else 8, 4 if few else 3)
 
