@@ -1,4 +1,4 @@
-"""The command line: ``jaxsched generate`` and ``jaxsched info``.
+"""The command line: ``jaxsched generate``, ``jaxsched info`` and ``jaxsched convert``.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 all went well; 1 some prompt was refused, or generation
 failed; 2 the command cannot be run as asked; 130 interrupted. What takes long to import is imported by the commands.
@@ -217,6 +217,28 @@ def info(
         card, name = find_card(gpu, memory), default_model() if model is None else model
         found = inspect_model(name, revision=revision, config=config, card=card)
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else render(found))
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hugging Face id.")],
+    out: Annotated[str, typer.Argument(help="Folder to write; must be empty or not exist.")],
+    revision: _Revision = None,
+    dtype: Annotated[
+        str, option("Of the weights: auto (as they are saved), float32, bfloat16 or float16.")
+    ] = "auto",
+    quantization: _Quantization = None,
+    debug: _Debug = False,
+) -> None:
+    """Write a checkpoint that is ready to be loaded: fused, cast, perhaps quantised. Takes memory for it."""
+    with _one_line_errors(debug, UNUSABLE):
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # a GPU in use must not be in the way
+        from jaxsched.convert import convert_model
+
+        done = convert_model(model, out, revision=revision, dtype=dtype, quantization=quantization)
+        typer.echo(f"{out}: {done}")
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -51,6 +51,15 @@ class GGUFHeader:
     size: int  # bytes of the file
     metadata: dict[str, Any]  # scalars, str, or lists of them
     tensors: dict[str, GGUFTensor]
+    metadata_end: int = 0  # bytes from the start of the file to the table of tensors
+
+
+def write_gguf_metadata(header: GGUFHeader, path: str | os.PathLike[str]) -> None:
+    """Writes a GGUF file with the metadata of another one, byte for byte, and no tensors."""
+    with open(header.path, "rb") as file:
+        data = bytearray(file.read(header.metadata_end))
+    data[8:16] = struct.pack("<Q", 0)  # the number of tensors
+    Path(path).write_bytes(data)
 
 
 def read_gguf_header(path: str | os.PathLike[str]) -> GGUFHeader:
@@ -136,7 +145,7 @@ def _parse(cursor: _Cursor) -> GGUFHeader:
         key = cursor.text("a metadata key")
         (kind,) = cursor.numbers("I", 1, f"metadata {key!r}")
         metadata[key] = cursor.value(kind, key)
-    rows: dict[str, GGUFTensor] = {}
+    metadata_end, rows = cursor.position, dict[str, GGUFTensor]()
     for _ in range(tensor_count):
         name = cursor.text("a tensor name")
         what = f"the description of tensor {name!r}"
@@ -154,4 +163,4 @@ def _parse(cursor: _Cursor) -> GGUFHeader:
         )
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: dataclasses.replace(row, offset=row.offset + start) for name, row in rows.items()}
-    return GGUFHeader(cursor.path, cursor.size, metadata, tensors)
+    return GGUFHeader(cursor.path, cursor.size, metadata, tensors, metadata_end)

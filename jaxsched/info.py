@@ -18,7 +18,7 @@ from jaxsched.models import ModelConfig, RopeConfig
 from jaxsched.step import Features
 from jaxsched.step.programs import program_keys
 from jaxsched.text import load_tokenizer
-from jaxsched.weights import Checkpoint, RemoteTensors, open_description, planned_bytes
+from jaxsched.weights import Checkpoint, NativeTensors, RemoteTensors, open_description, planned_bytes
 
 CARDS_GB = (24, 40, 80, 141, 192)  # memory of common GPUs in units of 10^9 bytes, as on the box
 GPUS_GB = {
@@ -214,7 +214,9 @@ def stored_bytes(checkpoint: Checkpoint) -> int:
     """Size of the weight files; of files on the hub without their headers."""
     if isinstance(checkpoint.source, RemoteTensors):
         return checkpoint.source.nbytes
-    return sum(file.stat().st_size for file in weight_files(checkpoint.path))
+    source = checkpoint.source
+    files = source.files() if isinstance(source, NativeTensors) else weight_files(checkpoint.path)
+    return sum(file.stat().st_size for file in files)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -229,6 +231,8 @@ def weight_files(path: Path) -> list[Path]:
 
 def storage_type(checkpoint: Checkpoint) -> str:
     """What most weights are stored as: a dtype, or the block format of a GGUF file."""
+    if isinstance(checkpoint.source, NativeTensors):
+        return str(checkpoint.source.about["quantization"] or checkpoint.source.dtype)
     if not checkpoint.path.is_file():
         return checkpoint.model_config.dtype
     import gguf  # optional, but without it the file could not have been opened

@@ -10,9 +10,12 @@ from .gguf_tokenizer import gguf_tokenizer
 from .hf_tokenizer import hf_tokenizer
 from .tokenizer import Tokenizer
 
+GGUF_TOKENIZER = "tokenizer.gguf"  # beside converted weights: a GGUF file without tensors
+
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-    """The tokenizer of the checkpoint at ``path``: a folder with tokenizer.json, or a .gguf file.
+    """The tokenizer of the checkpoint at ``path``: a folder with tokenizer.json or tokenizer.gguf, or a
+    .gguf file.
 
     None when the checkpoint has none; the model can then be given token ids only. A folder that only has the files of
     other tokenizer formats counts as having none, with a warning.
@@ -24,6 +27,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
         return gguf_tokenizer(path)
     if (path / "tokenizer.json").is_file():
         return hf_tokenizer(path)
+    if (path / GGUF_TOKENIZER).is_file():
+        return gguf_tokenizer(path / GGUF_TOKENIZER)
     other = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (path / name).is_file()]
     if other:
         warnings.warn(

@@ -15,6 +15,7 @@ from ..models import ModelConfig, family_of
 from .errors import CheckpointError
 from .gguf_source import GGUFSource
 from .hub import download, download_description, download_gguf_header, hub_id
+from .native import INFO, NativeTensors
 from .prequantized import open_prequantized
 from .safetensors_source import open_safetensors
 from .source import TensorSource
@@ -45,9 +46,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens a checkpoint without reading its tensors.
 
-    ``model`` is a folder with config.json and safetensors, a .gguf file, a folder with one .gguf file, or a
-    hub id: "org/name" or "org/name:file.gguf". ``revision`` (branch, tag or commit) applies to hub ids.
-    ``hf_overrides`` replaces fields of config.json; None as a value drops one.
+    ``model`` is a folder with config.json and safetensors or with what ``jaxsched convert`` wrote (which is
+    preferred), a .gguf file, a folder with one .gguf file, or a hub id: "org/name" or "org/name:file.gguf".
+    ``revision`` (branch, tag or commit) applies to hub ids. ``hf_overrides`` replaces fields of config.json; None as
+    a value drops one.
 
     Raises FileNotFoundError for a path that does not exist, and CheckpointError for a download that fails
     and for a checkpoint that is damaged or not supported.
@@ -126,7 +128,9 @@ def _open_folder(path: Path, overrides: dict[str, Any], source: TensorSource | N
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     model_config = _read_model_config(path, config)
-    if source is None:
+    if source is None and (path / INFO).is_file():
+        source = NativeTensors(path)
+    elif source is None:
         source = open_prequantized(open_safetensors(path), config)
     return _checkpoint(path, config, generation_config, model_config, source)
 

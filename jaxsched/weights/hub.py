@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<file>[^:]+\.gguf))?")
 # What a download takes; folders inside a repository hold other formats of the same weights.
 _DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHTS = ["*.safetensors"]
-_UNWANTED = ["*/*", "consolidated*"]
+_UNWANTED = ["*/*", "consolidated*", "jaxsched.json"]
 _FIRST = 8 << 20  # bytes of a GGUF file that are asked for first; the vocabulary is in them
 _LAST = 256 << 20  # and at most
 

@@ -13,11 +13,12 @@ from flax import nnx
 
 from ..models import Decoder, Family, family_of
 from ..models.parts import AdapterShape
-from ..models.quantized import multiplies_fp8
+from ..models.quantized import KernelFormat, multiplies_fp8
 from ..models.weights import Names, Rule, weight_table
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .hub import RemoteTensors
+from .native import NativeTensors
 from .parallel import Job, Stop, in_parallel
 from .plan import make, plan
 
@@ -66,8 +67,37 @@ def load_params(
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype {dtype} is not a floating-point type; use float32, bfloat16 or float16")
-    family, source = family_of(checkpoint.config), checkpoint.source
     _, abstract = structure(checkpoint, dtype, device, quantization=quantization, adapters=adapters)
+    source, wanted = checkpoint.source, _by_path(abstract)
+    if isinstance(source, NativeTensors):
+        arrays = source.load(wanted, device, stop)
+    else:
+        arrays = _build_all(checkpoint, dtype, device, quantization, nbytes(abstract), stop)
+
+    def take(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = _dotted(path)
+        if name not in wanted:  # room for adapters
+            return jnp.zeros(leaf.shape, leaf.dtype, device=device)
+        array = arrays.pop(name)
+        found, asked = (array.shape, array.dtype), (leaf.shape, leaf.dtype)
+        assert found == asked, f"{name}: made {found}, decoder wants {asked}"
+        return array
+
+    params = jax.tree_util.tree_map_with_path(take, abstract)
+    assert not arrays, f"the decoder has no place for {list(arrays)}"
+    return params
+
+
+def _build_all(
+    checkpoint: Checkpoint,
+    dtype: jnp.dtype,
+    device: jax.Device | jax.sharding.Sharding | None,
+    quantization: str | None,
+    size: int,
+    stop: Stop | None,
+) -> dict[str, jax.Array]:
+    """The parameters by path, ``size`` bytes in all, made of the checkpoint's tensors."""
+    family, source = family_of(checkpoint.config), checkpoint.source
     table = _weight_table(checkpoint, family)
     _check_tied_head(checkpoint, family, table)
     formats = plan(source, table, quantization, fp8=_multiplies_fp8(device))
@@ -82,23 +112,15 @@ def load_params(
         return wide * math.prod(rule.shape), work
 
     made = in_parallel(
-        [job(*item) for item in table.items()], limit=max(_LEAST, int(_SHARE * nbytes(abstract))), stop=stop
+        [job(*item) for item in table.items()], limit=max(_LEAST, int(_SHARE * size)), stop=stop
     )
-    arrays = {name: array for part in made for name, array in part.items()}
-    del made
+    return {name: array for part in made for name, array in part.items()}
 
-    def take(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = _dotted(path)
-        if name.endswith((".lora_a", ".lora_b")):
-            return jnp.zeros(leaf.shape, leaf.dtype, device=device)
-        array = arrays.pop(name)
-        found, wanted = (array.shape, array.dtype), (leaf.shape, leaf.dtype)
-        assert found == wanted, f"{name}: made {found}, decoder wants {wanted}"
-        return array
 
-    params = jax.tree_util.tree_map_with_path(take, abstract)
-    assert not arrays, f"the decoder has no place for {list(arrays)}"
-    return params
+def _by_path(abstract: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves that come from a checkpoint, by their paths."""
+    leaves = {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+    return {name: leaf for name, leaf in leaves.items() if not name.endswith((".lora_a", ".lora_b"))}
 
 
 def structure(
@@ -110,13 +132,25 @@ def structure(
     adapters: Mapping[str, AdapterShape] | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """What ``load_model`` gives, with shapes in place of arrays. No tensor is read, but headers are checked already."""
+    formats = planned_formats(checkpoint, quantization, fp8=_multiplies_fp8(device))
+    config, source = checkpoint.model_config, checkpoint.source
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats, adapters)))
+    state = nnx.as_pure(state)
+    if isinstance(source, NativeTensors):
+        source.check(_by_path(state))
+    return graphdef, state
+
+
+def planned_formats(
+    checkpoint: Checkpoint, quantization: str | None, *, fp8: bool = False
+) -> dict[str, KernelFormat]:
+    """Path of each kernel that will be quantised -> its format; see ``plan.plan``. Headers are checked first."""
+    if isinstance(checkpoint.source, NativeTensors):
+        return checkpoint.source.planned(quantization, fp8=fp8)
     family = family_of(checkpoint.config)
     table = _weight_table(checkpoint, family)
     _account_for_every_tensor(checkpoint, family, table)
-    formats = plan(checkpoint.source, table, quantization, fp8=_multiplies_fp8(device))
-    config = checkpoint.model_config
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats, adapters)))
-    return graphdef, nnx.as_pure(state)
+    return plan(checkpoint.source, table, quantization, fp8=fp8)
 
 
 def _weight_table(checkpoint: Checkpoint, family: Family) -> dict[str, Rule]:
@@ -161,8 +195,10 @@ def planned_bytes(checkpoint: Checkpoint, dtype: str, quantization: str | None =
     source = checkpoint.source
     if isinstance(source, RemoteTensors) and checkpoint.config.get("quantization_config"):
         return source.nbytes  # which kernels stay as they are is known when they are here; this is close
+    formats, total = planned_formats(checkpoint, quantization), 0
+    if isinstance(source, NativeTensors):
+        return source.nbytes(dtype)
     table = _weight_table(checkpoint, family_of(checkpoint.config))
-    formats, total = plan(source, table, quantization), 0
     for path, rule in table.items():
         fmt = formats.get(path.removesuffix(".kernel"))
         if fmt is not None and path.endswith(".kernel"):

@@ -64,6 +64,10 @@ class SafetensorsSource:
                     f"the index says that tensor {name!r} is in {file}, but it is not{where}; {_AGAIN}"
                 )
 
+    def dtypes(self) -> set[str]:
+        """Names of the dtypes that are stored."""
+        return {np.dtype(_DTYPES[entry.dtype]).name for entry in self._entries.values()}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self._entries.items()}
 
