@@ -24,7 +24,7 @@ from .plan import make, plan
 
 _LISTED = 10  # names in an error
 _FEW = 100  # layers that may be missing altogether and are then listed by name
-_SHARE, _LEAST = 0.2, 64 << 20  # of the model, bytes: what is read and made at the same time
+_SHARE, _LEAST = 0.2, 16 << 20  # of the model, bytes: what is read and made at the same time
 
 
 def load_model(
@@ -134,6 +134,11 @@ def structure(
     """What ``load_model`` gives, with shapes in place of arrays. No tensor is read, but headers are checked already."""
     formats = planned_formats(checkpoint, quantization, fp8=_multiplies_fp8(device))
     config, source = checkpoint.model_config, checkpoint.source
+    if isinstance(source, NativeTensors) and config.num_layers > len(source.arrays):
+        raise CheckpointError(
+            f"{checkpoint.path}: the configuration describes {config.num_layers} layers, but there are only "
+            f"{len(source.arrays)} arrays; use the config.json that belongs to these weights"
+        )
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats, adapters)))
     state = nnx.as_pure(state)
     if isinstance(source, NativeTensors):
