@@ -181,7 +181,7 @@ def test_tensors_that_are_refused(folder, targets, change, message):
 def test_numbers_that_the_scale_makes_too_large(folder, toy):
     change_config(folder, lora_alpha=1e9)
     with pytest.raises(
-        CheckpointError, match="B.weight' times its scale has values that are not finite as float16"
+        CheckpointError, match=r"B.weight' times its scale has values that are not finite as float16"
     ):
         read_adapter(folder, adapter_targets(toy("base").checkpoint, 1, 4, "float16"))
 
