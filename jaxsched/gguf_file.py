@@ -20,6 +20,16 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _MAX_DIMS = 4
 
 
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens that end a turn or a document, by their text: files of chat models seldom name all of theirs. A part of
+# llama.cpp's list (llama-vocab.cpp), without those that are ends in some models only.
+_END_TEXTS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
+    "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}  # fmt: skip
+_NORMAL = 1  # value of tokenizer.ggml.token_type
+
+
 class GGUFError(ValueError):
     """The file is not GGUF, is truncated, or uses a feature that is not supported. Names the file."""
 
@@ -57,6 +67,17 @@ def read_gguf_header(path: str | os.PathLike[str]) -> GGUFHeader:
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(path, data, 4, size))
+
+
+def end_tokens(metadata: dict[str, Any]) -> list[Any]:
+    """The token ids after which a model has ended its turn: those that the metadata names, then those known by text."""
+    named = (metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS)
+    found = dict.fromkeys(token for token in named if isinstance(token, int | float | str))
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, list):
+        pairs = enumerate(zip(tokens, types, strict=False))
+        found |= dict.fromkeys(i for i, (text, kind) in pairs if text in _END_TEXTS and kind != _NORMAL)
+    return list(found)
 
 
 class _Cursor:

@@ -1,6 +1,11 @@
-"""Writes toy checkpoints as GGUF files, the way llama.cpp's converter does."""
+"""Writes toy checkpoints as GGUF files, the way llama.cpp's converter does.
+
+``write_toy_gguf`` knows Llama and what a test wants to be odd, ``write_family_gguf`` the other families.
+"""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +121,168 @@ def write_toy_gguf(
             writer.add_tensor(ours, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     finish(writer)
     return path
+
+
+# Class in config.json -> general.architecture; the order is that of the classes in llama.cpp's conversion/.
+GGUF_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
+    "SmolLM3ForCausalLM": "smollm3", "GraniteForCausalLM": "granite", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3", "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe",
+    "Olmo2ForCausalLM": "olmo2", "OlmoeForCausalLM": "olmoe", "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3", "Phi3ForCausalLM": "phi3", "Starcoder2ForCausalLM": "starcoder2",
+    "GPTNeoXForCausalLM": "gptneox", "GPT2LMHeadModel": "gpt2",
+}  # fmt: skip
+PERMUTED = ("llama", "smollm3", "granite")  # subclasses of the converter's LlamaModel
+# Fields that transformers adds to a config.json when the converter reads it.
+EPS = {"granite": 1e-6, "llama": 1e-6, "MixtralForCausalLM": 1e-5, "olmo2": 1e-5, "olmoe": 1e-5, "phi3": 1e-5}
+THETA = {"MixtralForCausalLM": 1e6}
+
+
+def write_family_gguf(
+    path: Path, folder: Path, *, quantize: str | None = None, metadata: dict[str, Any] | None = None
+) -> Path:
+    """Converts a checkpoint of any family. ``metadata`` is added, without the architecture's prefix; None drops a key.
+
+    ``quantize`` is the name of a ggml type for the matrices.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    arch = GGUF_ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, arch)
+    keys = {**family_metadata(arch, config), **(metadata or {})}
+    add_metadata(writer, {f"{arch}.{key}": value for key, value in keys.items() if value is not None})
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    kind = getattr(gguf.GGMLQuantizationType, quantize) if quantize else None
+    for name, tensor in family_tensors(arch, config, tensors_of(folder)).items():
+        if kind is None or tensor.ndim < 2:
+            writer.add_tensor(name, tensor)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+    finish(writer)
+    return path
+
+
+def family_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
+    """What the converter's class for ``arch`` writes, without the prefix."""
+    name = c["architectures"][0]
+    if arch == "gpt2":
+        return {
+            "block_count": c["n_layer"], "context_length": c["n_ctx"], "embedding_length": c["n_embd"],
+            "feed_forward_length": 4 * c["n_embd"], "attention.head_count": c["n_head"],
+            "attention.layer_norm_epsilon": c.get("layer_norm_epsilon", 1e-5),
+        }  # fmt: skip
+    heads, hidden = c["num_attention_heads"], c["hidden_size"]
+    dim, scaling = c.get("head_dim") or hidden // heads, c.get("rope_scaling") or {}
+    keys: dict[str, Any] = {
+        "block_count": c["num_hidden_layers"], "context_length": c["max_position_embeddings"],
+        "embedding_length": hidden, "feed_forward_length": c["intermediate_size"], "attention.head_count": heads,
+    }  # fmt: skip
+    if arch == "gptneox":
+        return keys | {
+            "rope.dimension_count": int(c.get("rotary_pct", 0.25) * (hidden // heads)),
+            "use_parallel_residual": c.get("use_parallel_residual", True),
+            "attention.layer_norm_epsilon": c.get("layer_norm_eps", 1e-5),
+        }
+    keys["attention.head_count_kv"] = c["num_key_value_heads"]
+    if arch == "starcoder2":
+        keys["attention.layer_norm_epsilon"] = c["norm_epsilon"]
+    else:
+        eps = c.get("rms_norm_eps") or EPS.get(name, EPS.get(arch, 1e-6))
+        keys["attention.layer_norm_rms_epsilon"] = eps
+    if "head_dim" in c:
+        keys |= {"attention.key_length": dim, "attention.value_length": dim}
+    if arch == "gemma2":
+        return keys | {
+            "attn_logit_softcapping": c["attn_logit_softcapping"], "attention.sliding_window": c["sliding_window"],
+            "final_logit_softcapping": c["final_logit_softcapping"],
+        }  # fmt: skip
+    keys["rope.freq_base"] = float(c.get("rope_theta") or THETA.get(name, 1e4))
+    if arch == "phi3":
+        return keys | phi3_metadata(c)
+    if scaling.get("rope_type") == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling["factor"]}
+    if arch in PERMUTED:
+        keys |= {"rope.dimension_count": dim, "vocab_size": c["vocab_size"]}
+    experts = c.get("num_local_experts") or c.get("num_experts")
+    keys |= {"expert_count": experts, "expert_used_count": c.get("num_experts_per_tok")}
+    keys["expert_feed_forward_length"] = c.get("moe_intermediate_size")
+    keys["expert_shared_feed_forward_length"] = c.get("shared_expert_intermediate_size")
+    if arch == "gemma3":
+        keys |= {
+            "attention.sliding_window": c["sliding_window"],
+            "rope.freq_base_swa": c["rope_local_base_freq"],
+        }
+    if arch == "granite":
+        keys |= {
+            "attention.scale": c["attention_multiplier"], "embedding_scale": c["embedding_multiplier"],
+            "residual_scale": c["residual_multiplier"], "logit_scale": c["logits_scaling"],
+        }  # fmt: skip
+    return keys
+
+
+def phi3_metadata(c: dict[str, Any]) -> dict[str, Any]:
+    most = c["max_position_embeddings"]
+    original = c.get("original_max_position_embeddings", most)
+    keys: dict[str, Any] = {
+        "rope.scaling.original_context_length": original,
+        "rope.dimension_count": int(c.get("partial_rotary_factor", 1.0) * c["hidden_size"])
+        // c["num_attention_heads"],
+        "attention.sliding_window": c.get("sliding_window") or 0,
+    }
+    if "rope_scaling" in c:
+        scale = most / original
+        keys["rope.scaling.attn_factor"] = (
+            math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        )
+    return keys
+
+
+def family_tensors(arch: str, c: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors by llama.cpp's names, as the converter's ``modify_tensors`` leaves them."""
+    layers = c.get("num_hidden_layers") or c["n_layer"]
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names, merged = gguf.get_tensor_name_map(number, layers), stack_experts(tensors)
+    found: dict[str, np.ndarray] = {}
+    for name, tensor in merged.items():
+        ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert ours is not None, f"llama.cpp has no name for {name}"
+        found[ours] = np.ascontiguousarray(converted(arch, c, name, tensor))
+    if arch == "phi3" and "rope_scaling" in c:
+        for word in ("long", "short"):
+            factors = np.array(c["rope_scaling"][f"{word}_factor"], np.float32)
+            found[f"rope_factors_{word}.weight"] = factors
+    return found
+
+
+def converted(arch: str, c: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
+    heads = c.get("num_attention_heads") or c["n_head"]
+    if arch in PERMUTED and (".q_proj." in name or ".k_proj." in name):
+        return permute(tensor, heads if ".q_proj." in name else c["num_key_value_heads"])
+    if arch.startswith("gemma") and name.endswith("norm.weight"):
+        return tensor + np.float32(1)
+    if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return tensor.T
+    if arch == "gptneox" and ".query_key_value." in name:
+        parts = tensor.reshape(heads, 3, -1, *tensor.shape[1:])
+        return np.concatenate([parts[:, i].reshape(-1, *tensor.shape[1:]) for i in range(3)])
+    return tensor.squeeze() if name.endswith("shared_expert_gate.weight") else tensor
+
+
+def stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts as one tensor for each layer and kind, by the converter's names."""
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    rest = {}
+    for name, tensor in tensors.items():
+        if (
+            match := re.fullmatch(r"model\.layers\.(\d+)\.(\w+)\.experts\.(\d+)\.(\w+)\.weight", name)
+        ) is None:
+            rest[name] = tensor
+            continue
+        layer, place, expert, part = match.groups()
+        mixtral = place == "block_sparse_moe"
+        whole = f"layers.{layer}.feed_forward.experts" if mixtral else f"model.layers.{layer}.mlp.experts"
+        stacks.setdefault(f"{whole}.{part}.weight", {})[int(expert)] = tensor
+    return rest | {name: np.stack([each[i] for i in sorted(each)]) for name, each in stacks.items()}
 
 
 def write_vocabulary(path: Path, metadata: dict[str, Any]) -> Path:

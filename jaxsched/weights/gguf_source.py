@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,49 +13,26 @@ import numpy as np
 from jaxsched.gguf_file import GGUFError, GGUFTensor, read_gguf_header
 from jaxsched.host_memory import empty_pages
 
+from ..models import family_of
 from ..models.quantized import KernelFormat
 from .errors import CheckpointError
 from .gguf_blocks import FORMATS, read_blocks
-from .gguf_config import gguf_architecture, gguf_config
+from .gguf_config import Arch, gguf_architecture, gguf_config
+from .gguf_names import Place, places
+from .gguf_rope import FACTORS
 from .source import map_bytes
 
 _PLAIN: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 """Block formats that ``read`` turns into float32."""
-
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _SLICE = 1 << 18  # numbers dequantized together
-_ROPE_FACTORS = "rope_freqs.weight"
-
-
-def _hugging_face_name(name: str) -> str:
-    """Name in a Hugging Face checkpoint; a tensor without a counterpart keeps its own."""
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match and match[2] in _BLOCK:
-        return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{match[3]}"
-    return _TOP.get(name, name)
 
 
 class GGUFSource:
     """Tensors of one GGUF file, dequantized when read.
 
-    ``config`` is the equivalent config.json. Where the converter permutes the rows of the query and key
-    projections (it pairs neighbouring rows for the rotation, Hugging Face pairs halves) ``read`` undoes that.
+    ``config`` is the equivalent config.json. Whatever the converter did to the tensors ``read`` undoes, and a stack of
+    experts is as many tensors.
 
     Raises CheckpointError for a file that is not GGUF, is truncated or corrupt, or holds an unsupported
     model, and ImportError when the optional library that dequantizes is not installed.
@@ -69,89 +45,116 @@ class GGUFSource:
             header = read_gguf_header(path)
         except GGUFError as error:
             raise CheckpointError(str(error)) from error
+        row = gguf_architecture(header)
         self._library = _import_gguf()
         self.header = header
-        self.config = gguf_architecture(header)
-        self._tensors: dict[str, GGUFTensor] = {}
-        self._kinds: dict[str, str] = {}
+        self._kinds = {name: self._check(name, tensor) for name, tensor in header.tensors.items()}
+        factors = {name: self._factors(name) for name in FACTORS if name in header.tensors}
+        self.config = gguf_config(header, factors)
+        self._places: dict[str, Place] = {}
         for name, tensor in header.tensors.items():
-            ours = _hugging_face_name(name)
-            if ours in self._tensors:
-                raise CheckpointError(f"{path}: two tensors stand for {ours!r}; the file is corrupt")
-            self._tensors[ours], self._kinds[ours] = tensor, self._check(name, tensor)
+            if name not in factors:
+                self._place(name, tensor, row)
 
-    def complete_config(self) -> dict[str, Any]:
-        """Fills ``config`` in; a second stage, so that an unsupported architecture is named first."""
-        factors = None
-        if _ROPE_FACTORS in self._tensors:
-            factors = self.read(_ROPE_FACTORS).astype(np.float32)
-            del self._tensors[_ROPE_FACTORS]  # it lives on in the config
-        self.config = gguf_config(self.header, factors)
-        return self.config
+    def _place(self, name: str, tensor: GGUFTensor, row: Arch) -> None:
+        try:
+            found = places(name, tensor, row, family_of(self.config).names, self.config)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.header.path}: tensor {name!r} {error}; the file is corrupt"
+            ) from error
+        for ours, place in found.items():
+            if ours in self._places:
+                raise CheckpointError(
+                    f"{self.header.path}: two tensors stand for {ours!r}; the file is corrupt"
+                )
+            self._places[ours] = place
 
     def file_of(self, name: str) -> Path:
         return self.header.path
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
+        return {name: place.shape for name, place in self._places.items()}
 
     def formats(self) -> dict[str, KernelFormat]:
         """Matrix name, without ".weight" -> format, of those that ``read_quantized`` can read."""
-        return {
-            name.removesuffix(".weight"): FORMATS[kind]
-            for name, kind in self._kinds.items()
-            if kind in FORMATS and name.endswith(".weight") and len(self._tensors[name].shape) == 2
-        }
+        kept = {}
+        for name, place in self._places.items():
+            kind = self._kinds[place.source]
+            if kind in FORMATS and name.endswith(".weight") and len(place.tensor.shape) > 1:
+                kept[name.removesuffix(".weight")] = FORMATS[kind]
+        return kept
 
     def read_quantized(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Stored numbers ``[I, O]``, scale and offset ``[G, O]`` of a matrix of ``formats``, as it is in the file."""
-        tensor, kind = self._tensors[name + ".weight"], self._kinds[name + ".weight"]
-        rows = self._bytes(tensor).reshape(tensor.shape[0], -1)
-        return read_blocks(kind, self._unpermuted(name + ".weight", rows))
+        place = self._places[name + ".weight"]
+        rows = self._reordered(name + ".weight", place, self._rows(place))
+        return read_blocks(self._kinds[place.source], rows)
 
     def read(self, name: str) -> np.ndarray:
-        tensor, kind = self._tensors[name], self._kinds[name]
-        data = self._bytes(tensor)
+        place = self._places[name]
+        values = self._reordered(name, place, self._values(name, place))
+        if place.transposed:
+            values = values.T
+        if place.offset:
+            values = values.astype(np.float32, copy=False) - np.float32(place.offset)
+        return values.reshape(place.shape)
+
+    def _values(self, name: str, place: Place) -> np.ndarray:
+        """The numbers as they are in the file: ``[rows, width]``, or ``[rows]`` of a vector."""
+        kind, rows = self._kinds[place.source], self._rows(place)
         if kind in _PLAIN:
-            values = data.view(_PLAIN[kind]).reshape(tensor.shape)
+            values = rows.view(_PLAIN[kind])
         elif kind in QUANTIZED:
-            values = self._dequantized(tensor, data)
+            values = self._dequantized(rows, kind, place.tensor.shape[-1])
         else:
             raise CheckpointError(
                 f"{self.header.path}: tensor {name!r} has type {kind}; "
                 f"supported: {', '.join((*_PLAIN, *QUANTIZED))}"
             )
-        return self._unpermuted(name, values)
+        if len(place.tensor.shape) == 1:
+            return values.reshape(-1)[place.first : place.first + place.rows]
+        return values
 
-    def _dequantized(self, tensor: GGUFTensor, data: np.ndarray) -> np.ndarray:
+    def _dequantized(self, rows: np.ndarray, kind: str, width: int) -> np.ndarray:
         """float32 values of blocks. Some rows at a time: the library makes several arrays of what it is given."""
-        kind = self._library.GGMLQuantizationType(tensor.kind)
+        number = self._library.GGMLQuantizationType[kind]
         # Soon freed: what is not too large comes from memory that is used again and again.
-        values = empty_pages((math.prod(tensor.shape[:-1]), tensor.shape[-1]), np.float32, least=32 << 20)
-        rows, step = data.reshape(len(values), -1), max(1, _SLICE // tensor.shape[-1])
+        values = empty_pages((len(rows), width), np.float32, least=32 << 20)
+        step = max(1, _SLICE // width)
         for i in range(0, len(rows), step):
-            values[i : i + step] = self._library.quants.dequantize(rows[i : i + step], kind)
-        return values.reshape(tensor.shape)
+            values[i : i + step] = self._library.quants.dequantize(rows[i : i + step], number)
+        return values
 
-    def _unpermuted(self, name: str, values: np.ndarray) -> np.ndarray:
-        if self.header.metadata["general.architecture"] != "llama":
-            return values
-        if ".self_attn.q_proj." in name:
-            heads = self.config["num_attention_heads"]
-        elif ".self_attn.k_proj." in name:
-            heads = self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
-        else:
-            return values
-        if values.shape[0] % (2 * heads):
+    def _rows(self, place: Place) -> np.ndarray:
+        """The bytes ``[rows, bytes]`` of a matrix or a part of one; of a vector those of all of it ``[1, bytes]``."""
+        tensor, nbytes = place.tensor, self._nbytes(place.tensor)
+        if len(tensor.shape) == 1:
+            return map_bytes(self.header.path, tensor.offset, nbytes).reshape(1, -1)
+        each = nbytes // math.prod(tensor.shape[:-1])
+        start, count = tensor.offset + place.first * each, place.rows * each
+        return map_bytes(self.header.path, start, count).reshape(place.rows, each)
+
+    def _reordered(self, name: str, place: Place, rows: np.ndarray) -> np.ndarray:
+        """``rows``, values or bytes, in Hugging Face's order along their first axis."""
+        heads, parts = (place.permuted, 2) if place.permuted else (place.regrouped, 3)
+        if not heads:
+            return rows
+        if rows.shape[0] % (parts * heads):
             raise CheckpointError(
-                f"{self.header.path}: tensor {name!r} has {values.shape[0]} rows, "
-                f"not a multiple of 2 × {heads} heads; the file is corrupt"
+                f"{self.header.path}: tensor {name!r} has {rows.shape[0]} rows, "
+                f"not a multiple of {parts} × {heads} heads; the file is corrupt"
             )
-        pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(values.shape)
+        width = rows.shape[0] // heads // parts
+        # Pairs (the rotation turns neighbours) to halves, or all of q, k and v to those of each head.
+        split = (heads, width, 2) if place.permuted else (3, heads, width)
+        first, second = (1, 2) if place.permuted else (0, 1)
+        return rows.reshape(*split, *rows.shape[1:]).swapaxes(first, second).reshape(rows.shape)
 
-    def _bytes(self, tensor: GGUFTensor) -> np.ndarray:
-        return map_bytes(self.header.path, tensor.offset, self._nbytes(tensor))
+    def _factors(self, name: str) -> np.ndarray:
+        tensor = self.header.tensors[name]
+        place = Place(name, tensor, tensor.shape, 0, math.prod(tensor.shape))
+        return np.asarray(self._values(name, place), np.float32).reshape(tensor.shape)
 
     def _nbytes(self, tensor: GGUFTensor) -> int:
         block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.kind)]

@@ -73,14 +73,24 @@ def test_merges_from_scores() -> None:
     assert merges_from_scores(scores) == [("b", "a"), ("a", "b"), ("ab", "a"), ("a", "ba")]
 
 
-# tokenizer.ggml.pre -> how " the 12345" and "IT'S aB" are cut
+# tokenizer.ggml.pre -> how " the 12345" and "IT'S aB" are cut, and "e\u0301!\n\n/x": composed first or not
+GPT2_PLAIN, GPT2_COMPOSED = "e|\u0301!|\n|\n|/|x", "\xe9|!|\n|\n|/|x"
 CUTS = {
-    None: (" the| |1234|5", "IT|'|S| aB"),
-    "gpt-2": (" the| |1234|5", "IT|'|S| aB"),
-    "smollm": (" the| |1|2|3|4|5", "IT|'|S| aB"),
-    "llama-bpe": (" the| |123|4|5", "IT|'S| aB"),
-    "qwen2": (" the| |1|2|3|4|5", "IT|'S| aB"),
-    "tekken": (" the| |1|2|3|4|5", "IT|'S| a|B"),
+    None: (" the| |1234|5", "IT|'|S| aB", GPT2_PLAIN),
+    "gpt-2": (" the| |1234|5", "IT|'|S| aB", GPT2_PLAIN),
+    "olmo": (" the| |1234|5", "IT|'|S| aB", GPT2_COMPOSED),
+    "smollm": (" the| |1|2|3|4|5", "IT|'|S| aB", GPT2_PLAIN),
+    "starcoder": (" the| |1|2|3|4|5", "IT|'|S| aB", GPT2_PLAIN),
+    "command-r": (" the| |1|2|3|4|5", "IT|'|S| aB", GPT2_COMPOSED),
+    "llama-bpe": (" the| |123|4|5", "IT|'S| aB", "e|\u0301!\n\n|/x"),
+    "dbrx": (" the| |123|4|5", "IT|'S| aB", "e|\u0301!\n\n|/x"),
+    "qwen2": (" the| |1|2|3|4|5", "IT|'S| aB", "\xe9|!\n\n|/x"),
+    "deepseek-r1-qwen": (" the| |1|2|3|4|5", "IT|'S| aB", "e|\u0301!\n\n|/x"),
+    "tekken": (" the| |1|2|3|4|5", "IT|'S| a|B", "e\u0301|!\n\n/|x"),
+    "gpt-4o": (" the| |123|4|5", "IT'S| a|B", "e\u0301|!\n\n/|x"),
+    "seed-coder": (" the| |1|2|3|4|5", "IT|'S| aB", "e|\u0301!|\n\n|/x"),
+    "deepseek-coder": (" the| |1|2|3|4|5", "IT|'|S| aB", "e|\u0301|!|\n|\n|/|x"),
+    "deepseek-v3": (" the| |123|4|5", "IT|'S| aB", "e\u0301|!\n\n|/x"),
 }
 
 
@@ -88,10 +98,21 @@ CUTS = {
 def test_byte_level(tmp_path: Path, pre: str | None) -> None:
     tokenizer = load(tmp_path, BPE, pre=pre, add_bos_token=False)
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode(" the 12345")]
-    cuts = [cut for cut, _ in tokenizer._backend.pre_tokenizer.pre_tokenize_str("IT'S aB")]
-    assert ("|".join(pieces), "|".join(cuts).replace("Ġ", " ")) == CUTS[pre]
+    assert "|".join(pieces) == CUTS[pre][0]
+    for text, cuts in zip(("IT'S aB", "e\u0301!\n\n/x"), CUTS[pre][1:], strict=True):
+        assert "|".join(cut_up(tokenizer, text)) == cuts
     for text in ("", " the\n\n 1234", "naïve 日本 😀", "a  b"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def cut_up(tokenizer: Tokenizer, text: str) -> list[str]:
+    """The pieces of a text before merging."""
+    backend = tokenizer._backend
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    byte_of = {character: byte for byte, character in enumerate(ALPHABET)}
+    pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+    return [bytes(byte_of[c] for c in piece).decode() for piece, _ in pieces]
 
 
 def test_byte_level_added_tokens(tmp_path: Path) -> None:
@@ -122,20 +143,68 @@ def test_whole_words_of_llama3(tmp_path: Path) -> None:
     assert len(load(tmp_path, BPE, pre="gpt-2").encode("word")) == 4
 
 
+def test_dbrx_is_llama3_without_whole_words(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, BPE, pre="dbrx")
+    assert len(tokenizer.encode("word")) == 4 and tokenizer.encode("he") == [BPE_IDS["he"]]
+
+
+def test_ends_known_by_their_text(tmp_path: Path) -> None:
+    """Gemma's files name <eos> only, Qwen's <|im_end|>; ordinary words are no ends."""
+    tokens = [*BPE_TOKENS, "<end_of_turn>", "<|endoftext|>", "<EOT>"]
+    types = [*BPE[K + "token_type"], 3, 4, 1]
+    tokenizer = load(tmp_path, BPE, tokens=tokens, token_type=types)
+    assert tokenizer.eos_token_ids == (263, 266, 267)
+
+
+def test_empty_and_unused_tokens(tmp_path: Path) -> None:
+    """A vocabulary that is padded to the width of the model."""
+    tokens = [*BPE_TOKENS, "", "[PAD267]", ""]
+    tokenizer = load(tmp_path, BPE, tokens=tokens, token_type=[*BPE[K + "token_type"], 5, 5, 5])
+    assert tokenizer.vocab_size == len(tokens) and tokenizer.token_of(267) == "[PAD267]"
+    assert 267 not in tokenizer.encode("[PAD267]") and tokenizer.special_ids == {262, 263}
+
+
+def test_a_vocabulary_like_gemmas(tmp_path: Path) -> None:
+    """No space before the text; runs of spaces are tokens of their own, spelled with spaces."""
+    tokens = ["  " if token == "▁▁" else token for token in SPM[K + "tokens"]]
+    types = [4 if token == "  " else kind for token, kind in zip(tokens, SPM[K + "token_type"], strict=True)]
+    tokenizer = load(tmp_path, SPM, tokens=tokens, token_type=types, add_space_prefix=False, pre="default")
+    assert spell(tokenizer, "hello  hello") == ["<s>", "h", "ello", "  ", "h", "ello"]
+    assert spell(tokenizer, "<s> hello", add_special_tokens=False) == ["<s>", "▁hello"]
+    for text in ("hello  world", "  h", " hello"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_phi3_drops_spaces_behind_special_tokens(tmp_path: Path) -> None:
+    """As its tokenizer.json says (rstrip); in a GGUF file only the architecture tells."""
+    phi3 = {**SPM, "general.architecture": "phi3"}
+    options = {"add_special_tokens": False}
+    for metadata, behind in ((SPM, ["▁▁", "▁h"]), (phi3, ["▁h"])):
+        tokenizer = load(tmp_path, metadata)
+        assert spell(tokenizer, "<sep>  h", **options) == ["<sep>", *behind]
+        assert spell(tokenizer, "<s>  h", **options) == ["<s>", "▁▁", "▁h"]
+
+
 def test_chat_templates(tmp_path: Path) -> None:
     templates = {
         "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
-        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_templates": ["tool_use", "rag"],
+        "tokenizer.chat_template.rag": "documents",
         "tokenizer.chat_template.tool_use": "tools",
     }
     tokenizer = load(tmp_path, {**BPE, **templates})
     assert tokenizer.apply_chat_template([{"role": "user", "content": "12"}]) == "<|bos|>12"
     assert tokenizer.encode_chat([{"role": "user", "content": "12"}]) == [262, BPE_IDS["12"]]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "12"}], tools=[{}]) == "tools"
+    assert set(tokenizer.chat_templates) == {"default", "tool_use", "rag"}
 
 
 REFUSED = {
-    "kind": (BPE, {"model": "bert"}, r"v\.gguf: tokenizer\.ggml\.model 'bert' is not supported; supported: gpt2"),
+    "bert": (BPE, {"model": "bert"}, r"v\.gguf: tokenizer\.ggml\.model 'bert' \(WordPiece\) is not supported; supp"),
+    "t5": (BPE, {"model": "t5"}, r"tokenizer\.ggml\.model 't5' \(Unigram\) is not supported; supported: gpt2, llama"),
+    "gemma4": (BPE, {"model": "gemma4"}, r"tokenizer\.ggml\.model 'gemma4' \(Gemma 4's BPE\) is not supported"),
+    "new kind": (BPE, {"model": "bytes"}, r"tokenizer\.ggml\.model 'bytes' is not supported; supported: gpt2, llama"),
+    "twice": (BPE, {"tokens": [*BPE_TOKENS[:-1], "he"]}, r"token 'he' is in tokenizer\.ggml\.tokens twice, as 257 and"),
     "pre": (BPE, {"pre": "martian"}, r"tokenizer\.ggml\.pre 'martian' is not supported; supported: .*smollm"),
     "no merges": (BPE, {"merges": None}, r"v\.gguf lacks tokenizer\.ggml\.merges \(the merges of a byte-level voc"),
     "no tokens": (BPE, {"tokens": None}, r"lacks tokenizer\.ggml\.tokens \(the vocabulary\)"),
