@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .async_llm import AsyncLLM, EngineClosedError, EngineDeadError, QueueFullError
     from .config import EngineConfig
     from .llm import LLM
+    from .lora import LoRARequest
     from .request import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, ScoreOutput
     from .sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
@@ -21,6 +22,7 @@ _HOME = {
     "EngineDeadError": "async_llm",
     "QueueFullError": "async_llm",
     "EngineConfig": "config",
+    "LoRARequest": "lora",
     "BeamSearchParams": "sampling_params",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",
@@ -39,6 +41,7 @@ __all__ = [
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
+    "LoRARequest",
     "Logprob",
     "QueueFullError",
     "RequestOutput",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxsched.lora import LoRARequest
 from jaxsched.request import CompletionOutput, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Adapters = LoRARequest | None | Sequence[LoRARequest | None]
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -47,10 +49,12 @@ def params_for(prompts: list[Prompt], params: Any) -> list[SamplingParams]:
     return each
 
 
-def options_for(count: int, priority: Any, client: Any) -> list[dict[str, Any]]:
+def options_for(
+    count: int, priority: Any = 0, client: Any = "", lora_request: Any = None
+) -> list[dict[str, Any]]:
     """The keyword arguments of each request that are given once for all or once for each."""
     columns = {}
-    for name, value in (("priority", priority), ("client", client)):
+    for name, value in (("priority", priority), ("client", client), ("lora_request", lora_request)):
         alone = isinstance(value, str) or not isinstance(value, Sequence)
         column = [value] * count if alone else list(value)
         if len(column) != count:

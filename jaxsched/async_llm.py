@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from jaxsched.async_stream import LoopOutlet, RequestStream
@@ -20,6 +21,7 @@ from jaxsched.engine import Engine
 from jaxsched.engine.desk import Desk, QueueFullError, Request, Ticket
 from jaxsched.engine.runner import Done, EngineClosedError, EngineDeadError
 from jaxsched.loading import load_engine, tokenize
+from jaxsched.lora import LoRARequest
 from jaxsched.metrics import Metric, RoundLog
 from jaxsched.metrics.save import save_timeline
 from jaxsched.models import ModelConfig
@@ -110,12 +112,14 @@ class AsyncLLM:
         priority: int = 0,
         client: str = "",
         deadline_ms: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """An async generator of the request's pieces: each has only what is new, the last has ``finished`` True.
 
         ``prompt`` is text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``.
         ``request_id`` names the request for ``abort`` and ``fork``; ``priority`` (lower is sooner), ``client`` and
         ``deadline_ms`` (milliseconds from now by which the first token is wanted) are for the scheduling policy.
+        ``lora_request`` is the adapter to go through, which is loaded if it is not yet.
 
         The request begins with the first ``anext``, which raises ValueError or TypeError for a bad request and
         QueueFullError, without waiting, when ``max_waiting`` others wait. Pieces that are not fetched in time are
@@ -133,6 +137,8 @@ class AsyncLLM:
             text, ids, salt = await self._tokenize(prompt)
             if sampling.structured_outputs is not None:
                 options["constraint"] = await self._compile(sampling.structured_outputs)
+            if lora_request is not None:
+                options |= {"lora_request": lora_request, "adapter": await self._read(lora_request)}
             options["cache_salt"] = salt
             self._desk.submit(ticket, Request(ids, sampling, text, options))
             return ticket
@@ -146,6 +152,13 @@ class AsyncLLM:
             loop = asyncio.get_running_loop()
             constraint = await loop.run_in_executor(self._compilers, self.engine.constraints.compile, wanted)
         return constraint
+
+    async def _read(self, request: LoRARequest, *, again: bool = False) -> Any:
+        """The adapter, in a thread where it is not loaded."""
+        read = partial(self.engine.adapters.read, request, again=again)
+        if not again and self.engine.adapters.knows(request):
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, read)
 
     async def _tokenize(self, prompt: Any) -> tuple[str | None, Any, str]:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -186,6 +199,19 @@ class AsyncLLM:
         await self._ask(lambda done: self._desk.abort(request_id, done))
 
     # -- the engine ------------------------------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """Loads a low-rank adapter, in the place of one with its id if there is one; see ``LLM.add_lora``."""
+        adapter = await self._read(lora_request, again=True)
+        await self._call(lambda engine: engine.adapters.add(lora_request, adapter))
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """Drops an adapter; False if none with this id is loaded. Raises ValueError while requests use it."""
+        return await self._call(lambda engine: engine.adapters.remove(lora_int_id))
+
+    def list_loras(self) -> dict[int, LoRARequest]:
+        """The adapters that are loaded, by id, least recently used first."""
+        return self.engine.adapters.loaded()
 
     async def reset_prefix_cache(self) -> None:
         """Forgets what the pages of the pool hold; what runs goes on, later prompts are read anew."""

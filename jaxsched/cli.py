@@ -194,15 +194,28 @@ def info(
         typer.Argument(help="Folder, .gguf file or Hugging Face id; default: the embedded SmolLM2."),
     ] = None,
     revision: _Revision = None,
+    gpu: Annotated[str | None, option('Say what fits on this GPU, such as "H100 80GB".')] = None,
+    memory: Annotated[float | None, option("Say what fits on a GPU of so many GB (10^9 bytes).")] = None,
+    dtype: _Dtype = None,
+    quantization: _Quantization = None,
+    kv_cache_dtype: _KvDtype = None,
+    max_model_len: _MaxLen = None,
+    max_num_seqs: _MaxSeqs = None,
+    page_size: _PageSize = None,
+    gpu_memory_utilization: _Memory = None,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Describe a model and the memory it takes. Reads no weights, but downloads what is named by a hub id."""
+    """Describe a model and the memory it takes. Reads no weights and downloads none, also of a hub id."""
+    options = dict(locals())
     with _one_line_errors(debug, UNUSABLE):
-        from jaxsched.info import inspect_model, render
+        from jaxsched.config import EngineConfig
+        from jaxsched.info import find_card, inspect_model, render
         from jaxsched.startup import default_model
 
-        found = inspect_model(default_model() if model is None else model, revision=revision)
+        config = EngineConfig(**{n: v for n in _SETTINGS if (v := options.get(n)) is not None})
+        card, name = find_card(gpu, memory), default_model() if model is None else model
+        found = inspect_model(name, revision=revision, config=config, card=card)
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else render(found))
 
 

@@ -38,7 +38,8 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "keep", "dequantize")
 USUAL_LOGPROBS = 20  # more of them are reported by programs of their own
 MAX_STEPS = 1024  # of a round; more would only waste steps behind the ends of sequences
 OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "prefill_chunk_size")
-REQUIRED = ("num_scheduler_steps", "page_size", "max_stop_ids", "stream_interval")
+ADAPTERS = ("max_loras", "max_lora_rank")
+REQUIRED = ("num_scheduler_steps", "page_size", "max_stop_ids", "stream_interval", *ADAPTERS)
 MAY_BE_AUTO = ("num_scheduler_steps", "prefill_chunk_size")
 
 
@@ -85,6 +86,9 @@ class EngineConfig:
     max_logprobs: int = 20  # most log-probabilities per token that a request may ask for; -1 = all
     logprobs_mode: str = "raw_logprobs"  # "processed_logprobs": after penalties, temperature, filters
     warm_up: str = "plain"  # what is compiled at the start; "all": also controls and logprobs
+    enable_lora: bool = False  # requests may go through low-rank adapters (LoRA)
+    max_loras: int = 4  # that are on the device at once
+    max_lora_rank: int = 16  # their largest rank
 
     def __post_init__(self) -> None:
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
@@ -111,7 +115,7 @@ class EngineConfig:
         _at_least(-1, "max_logprobs", self.max_logprobs)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer")
-        for name in ("enable_chunked_prefill", "enable_prefix_caching"):
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not self.enable_chunked_prefill and self.prefill_chunk_size not in (None, "auto"):
@@ -121,15 +125,9 @@ class EngineConfig:
             )
         make_policy(self.scheduling_policy)
         self._check_targets()
-        number = isinstance(self.gpu_memory_utilization, int | float)
-        if (
-            not number
-            or isinstance(self.gpu_memory_utilization, bool)
-            or not 0 < self.gpu_memory_utilization <= 1
-        ):
-            raise ValueError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be in (0, 1]"
-            )
+        share = self.gpu_memory_utilization
+        if not _is_number(share) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization is {share!r}; it must be in (0, 1]")
 
     def _check_targets(self) -> None:
         share = self.prefill_share
@@ -155,6 +153,8 @@ class EngineConfig:
                     "num_scheduler_steps and prefill_chunk_size are both fixed, so there is nothing that it could "
                     'steer; leave one of them at "auto"',
                 )
+        for name in () if self.enable_lora else ADAPTERS:
+            yield name, "enable_lora is False, so there are no adapters; set enable_lora=True"
         if not self.auto_steps:
             yield "stream_interval", 'num_scheduler_steps is fixed; leave it at "auto"'
         for name in ("prefill_share", "target_ttft_ms"):
@@ -230,7 +230,8 @@ class EngineConfig:
         )
         executor = "scan" if self.executor == "auto" else self.executor
         variants = ("auto",) if platform == "cpu" else ("full", "greedy")
-        if self.attention_backend != "auto":
+        backend = self.attention_backend
+        if backend != "auto":
             self._check_attention(model, limits, chunk, per_seq, (dtype, kv_dtype))
         mixed = tuple(sorted({slots, *limits.slot_buckets[:-1][:2][-1:]}))
         lengths, small = ((1,), (1,)) if executor == "dispatch" else self._scan_lengths()
@@ -249,9 +250,8 @@ class EngineConfig:
             logprob_widths=self._logprob_widths(model.vocab_size),
             logprobs_mode=self.logprobs_mode,
             warm_up=self.warm_up,
-            attention="xla"
-            if (self.attention_backend, platform) == ("auto", "cpu")
-            else self.attention_backend,
+            loras=(self.max_loras, self.max_lora_rank) if self.enable_lora else (0, 0),
+            attention="xla" if backend == "auto" and platform == "cpu" else backend,
         )
 
     def _check_attention(
@@ -352,14 +352,12 @@ class EngineConfig:
         available = CPU_KV_BYTES if free_bytes is None else free_bytes - GPU_RESERVE_BYTES
         pages = self.num_pages or min(useful, available // page_bytes)
         if pages < 1:
+            remedy = (
+                "raise gpu_memory_utilization or use a smaller model" if memory == "GPU" else "set num_pages"
+            )
             raise ValueError(
                 f"the KV pool has {available / mib:.0f} MiB on this {memory}, and one page of {self.page_size} tokens "
-                f"takes {page_bytes / mib:.2f} MiB; lower page_size, "
-                + (
-                    "set num_pages"
-                    if free_bytes is None
-                    else "raise gpu_memory_utilization or use a smaller model"
-                )
+                f"takes {page_bytes / mib:.2f} MiB; lower page_size, {remedy}"
             )
         return pages
 
@@ -391,6 +389,7 @@ class Resolved:
     logprob_widths: tuple[int, ...] = (20,)  # log-probabilities per token that programs report, rising
     logprobs_mode: str = "raw_logprobs"
     attention: str = "auto"  # an implementation of jaxsched.pallas_kernels, or chosen by platform and shape
+    loras: tuple[int, int] = (0, 0)  # adapters on the device, 0 if there can be none; their largest rank
     warm_up: str = dataclasses.field(default="plain", compare=False)  # it changes no result
 
 

@@ -18,9 +18,16 @@ from jaxsched.models import ModelConfig, RopeConfig
 from jaxsched.step import Features
 from jaxsched.step.programs import program_keys
 from jaxsched.text import load_tokenizer
-from jaxsched.weights import Checkpoint, open_checkpoint
+from jaxsched.weights import Checkpoint, RemoteTensors, open_description, planned_bytes
 
 CARDS_GB = (24, 40, 80, 141, 192)  # memory of common GPUs in units of 10^9 bytes, as on the box
+GPUS_GB = {
+    "T4": 16, "L4": 24, "L40": 48, "L40S": 48, "A10": 24, "A10G": 24, "A16": 16, "A30": 24, "A40": 48,
+    "A100": 40, "A100 40GB": 40, "A100 80GB": 80, "H100": 80, "H100 80GB": 80, "H100 NVL": 94, "H200": 141,
+    "GH200": 96, "B200": 180, "V100": 16, "V100 32GB": 32, "RTX 3090": 24, "RTX 4080": 16, "RTX 4090": 24,
+    "RTX 5080": 16, "RTX 5090": 32, "RTX A6000": 48, "RTX 6000 Ada": 48, "RTX PRO 6000": 96,
+}  # fmt: skip
+"""Memory of one GPU by name, in units of 10^9 bytes, as on the box."""
 SHORT = 2048  # tokens of the shorter sequence in the table of what fits
 
 
@@ -47,6 +54,7 @@ class Fit:
 
     device: str
     dtype: str
+    pages: int  # of the KV pool
     kv_tokens: int
     full_sequences: int  # of max_model_len tokens
     short_sequences: int  # of SHORT tokens, or max_model_len where that is less
@@ -82,27 +90,60 @@ class ModelInfo:
 
 
 def inspect_model(
-    model: str | os.PathLike[str], *, revision: str | None = None, config: EngineConfig | None = None
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    config: EngineConfig | None = None,
+    card: tuple[str, float] | None = None,
 ) -> ModelInfo:
-    """Describes a checkpoint, under the given or the default EngineConfig. A hub id is downloaded.
+    """Describes a checkpoint, under the given or the default EngineConfig. Of a hub id no weights are downloaded.
 
+    ``card``: name and memory (units of 10^9 bytes) of the GPU to ask about in place of some common ones.
     Raises as ``open_checkpoint``, ``load_tokenizer`` and ``EngineConfig.resolve``.
     """
-    checkpoint = open_checkpoint(model, revision=revision)
-    tokenizer = load_tokenizer(checkpoint.path)
-    chat = tokenizer is not None and tokenizer.chat_template is not None
-    return describe(checkpoint, config or EngineConfig(), chat_template=chat)
+    cards = [(f"{size} GB", float(size)) for size in CARDS_GB] if card is None else [card]
+    with open_description(model, revision=revision) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint.path)
+        chat = tokenizer is not None and tokenizer.chat_template is not None
+        found = describe(checkpoint, config or EngineConfig(), cards, chat_template=chat)
+    return found if Path(found.model).exists() else dataclasses.replace(found, model=str(model))
 
 
-def describe(checkpoint: Checkpoint, config: EngineConfig, *, chat_template: bool) -> ModelInfo:
+def find_card(gpu: str | None, gigabytes: float | None) -> tuple[str, float] | None:
+    """Name and memory of the GPU that is meant; None if none is. Raises ValueError for a name that is not known."""
+    if gigabytes is not None:
+        if not 0 < gigabytes < math.inf:
+            raise ValueError(f"the memory of a GPU is {gigabytes} GB; it must be a positive number")
+        return gpu or f"{gigabytes:.6g} GB", gigabytes
+    if gpu is None:
+        return None
+
+    def plain(name: str) -> str:
+        words = name.lower().replace("-", " ").replace("gb", "").split()
+        return "".join(word for word in words if word not in ("nvidia", "geforce", "tesla", "sxm", "pcie"))
+
+    for name, size in GPUS_GB.items():
+        if plain(name) == plain(gpu):
+            return (name if "GB" in name else f"{name} ({size} GB)"), float(size)
+    raise ValueError(
+        f"GPU {gpu!r} is not known; known: {', '.join(GPUS_GB)}; for others give the memory in GB"
+    )
+
+
+def describe(
+    checkpoint: Checkpoint, config: EngineConfig, cards: list[tuple[str, float]], *, chat_template: bool
+) -> ModelInfo:
     """The ModelInfo of an opened checkpoint."""
     m = checkpoint.model_config
-    cpu, gpu = (needs(m, config, platform) for platform in ("cpu", "gpu"))
+    cpu, gpu = (
+        dataclasses.replace(need, weight_bytes=planned_bytes(checkpoint, need.dtype, config.quantization))
+        for need in (needs(m, config, platform) for platform in ("cpu", "gpu"))
+    )
     return ModelInfo(
         model=str(checkpoint.path),
         architecture=m.architecture,
         num_parameters=m.num_parameters,
-        file_bytes=sum(file.stat().st_size for file in weight_files(checkpoint.path)),
+        file_bytes=stored_bytes(checkpoint),
         saved_as=storage_type(checkpoint),
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -122,7 +163,7 @@ def describe(checkpoint: Checkpoint, config: EngineConfig, *, chat_template: boo
         short_tokens=min(SHORT, gpu.max_model_len),
         needs=(cpu, gpu),
         fits=(
-            *(_fit(f"{size} GB", gpu, config, pages_on_card(size, gpu, config)) for size in CARDS_GB),
+            *(_fit(name, gpu, config, pages_on_card(size, gpu, config)) for name, size in cards),
             _fit("CPU", cpu, config, config.resolve(m, "cpu").limits.num_pages),
         ),
     )
@@ -165,9 +206,15 @@ def pages_on_card(gigabytes: float, gpu: Needs, config: EngineConfig) -> int:
 
 
 def _fit(device: str, need: Needs, config: EngineConfig, pages: int) -> Fit:
-    return Fit(
-        device, need.dtype, pages * config.page_size, pages // need.full_pages, pages // need.short_pages
-    )
+    tokens = pages * config.page_size
+    return Fit(device, need.dtype, pages, tokens, pages // need.full_pages, pages // need.short_pages)
+
+
+def stored_bytes(checkpoint: Checkpoint) -> int:
+    """Size of the weight files; of files on the hub without their headers."""
+    if isinstance(checkpoint.source, RemoteTensors):
+        return checkpoint.source.nbytes
+    return sum(file.stat().st_size for file in weight_files(checkpoint.path))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -224,7 +271,7 @@ def render(info: ModelInfo) -> str:
         ("chat template", "yes" if info.chat_template else "no"),
     ]
     by_platform = [
-        ["with default settings", *(need.platform.upper() for need in info.needs)],
+        ["with these settings", *(need.platform.upper() for need in info.needs)],
         ["dtype", *(need.dtype for need in info.needs)],
         ["weights", *(binary(need.weight_bytes) for need in info.needs)],
         ["KV dtype", *(need.kv_dtype for need in info.needs)],
@@ -234,9 +281,10 @@ def render(info: ModelInfo) -> str:
         ["compiled programs", *(str(need.num_programs) for need in info.needs)],
     ]
     full = info.needs[-1].max_model_len
-    fits = [["what fits", "dtype", "KV tokens", f"seqs of {full:,}", f"seqs of {info.short_tokens:,}"]]
+    sequences = [f"seqs of {full:,}", f"seqs of {info.short_tokens:,}"]
+    fits = [["what fits", "dtype", "KV pages", "KV tokens", *sequences]]
     for fit in info.fits:
-        numbers = (fit.kv_tokens, fit.full_sequences, fit.short_sequences)
+        numbers = (fit.pages, fit.kv_tokens, fit.full_sequences, fit.short_sequences)
         fits.append([fit.device, fit.dtype, *(f"{n:,}" if fit.kv_tokens else "-" for n in numbers)])
     if info.short_tokens == full:
         fits = [row[:-1] for row in fits]

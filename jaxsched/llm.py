@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from jaxsched.arguments import Prompt, as_list, options_for, params_for, refusal
+from jaxsched.arguments import Adapters, Prompt, as_list, options_for, params_for, refusal
 from jaxsched.engine import EngineStats
 from jaxsched.engine.interrupts import uninterrupted
 from jaxsched.loading import load_engine, release, tokenize
+from jaxsched.lora import LoRARequest
 from jaxsched.metrics import Metric, RoundLog
 from jaxsched.metrics.save import save_timeline
 from jaxsched.request import RequestOutput, SamplingParams
@@ -73,19 +74,21 @@ class LLM(Tasks):
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         client: str | Sequence[str] = "",
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Completes prompts; the outputs are in their order.
 
         A prompt is a string, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps
         ``cache_salt``: prompts share cached pages only under equal salts. One SamplingParams serves all prompts, or
         there is one for each. So it is with ``priority`` (lower is sooner) and ``client``, by which the scheduling
-        policies "priority" and "fair" go.
+        policies "priority" and "fair" go, and with ``lora_request``, the adapter to go through, which is loaded
+        first if it is not yet (see ``add_lora``).
 
         A prompt that cannot be served does not stop the others: its output has ``error`` set and
         ``finish_reason`` "error", and a warning counts such prompts. If all are refused, the first error is raised.
         """
         items = as_list(prompts)
-        options = options_for(len(items), priority, client)
+        options = options_for(len(items), priority, client, lora_request)
         done = self._outputs(items, sampling_params, options, use_tqdm)
         refused = [output for output in done if output.error is not None]
         if refused:
@@ -104,6 +107,7 @@ class LLM(Tasks):
         *,
         priority: int | Sequence[int] = 0,
         client: str | Sequence[str] = "",
+        lora_request: Adapters = None,
     ) -> Generator[tuple[int, RequestOutput]]:
         """Yields ``(index of the prompt, piece)`` as tokens come; a piece holds only new text and token ids.
 
@@ -111,7 +115,7 @@ class LLM(Tasks):
         loop early aborts what is unfinished.
         """
         items = as_list(prompts)
-        options = options_for(len(items), priority, client)
+        options = options_for(len(items), priority, client, lora_request)
         with contextlib.closing(self._pieces(items, sampling_params, options, stream=True)) as pieces:
             for index, piece in pieces:
                 if piece.error is not None and len(items) == 1:
@@ -176,6 +180,31 @@ class LLM(Tasks):
         with self._lock:
             rounds = list(self.engine.rounds)
         save_timeline(rounds, path, limit_s=limit_s)
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Loads a low-rank adapter (LoRA) that PEFT has saved, in the place of one with its id if there is one.
+
+        Nothing is compiled, and running requests go on. There is room for ``max_loras``; those that no request uses
+        make room, least recently used first. Raises ValueError for files that are damaged or hold what is not
+        supported, ranks above ``max_lora_rank``, without ``enable_lora``, and when its id or all are in use.
+        """
+        self._check_open()
+        adapter = self.engine.adapters.read(lora_request, again=True)
+        with self._lock, uninterrupted():
+            self._check_open()
+            self.engine.adapters.add(lora_request, adapter)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Drops an adapter; False if none with this id is loaded. Raises ValueError while requests use it."""
+        with self._lock, uninterrupted():
+            self._check_open()
+            return self.engine.adapters.remove(lora_int_id)
+
+    def list_loras(self) -> dict[int, LoRARequest]:
+        """The adapters that are loaded, by id, least recently used first."""
+        return self.engine.adapters.loaded()
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -266,6 +295,9 @@ class LLM(Tasks):
         if params.structured_outputs is not None:  # may take seconds, in which other threads go on
             self._check_open()
             options["constraint"] = self.engine.constraints.compile(params.structured_outputs)
+        if options.get("lora_request") is not None:  # so may reading one
+            self._check_open()
+            options["adapter"] = self.engine.adapters.read(options["lora_request"])
         try:
             with self._lock, uninterrupted():
                 self._check_open()

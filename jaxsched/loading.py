@@ -16,9 +16,9 @@ from jaxsched.host_memory import keep_freed_memory, return_freed_memory
 from jaxsched.metrics.nvml import NvmlDevice
 from jaxsched.models import ModelConfig
 from jaxsched.request import refuse_unknown
-from jaxsched.startup import CompileBar, default_model, use_compilation_cache
+from jaxsched.startup import Background, CompileBar, default_model, use_compilation_cache
 from jaxsched.text import Tokenizer, load_tokenizer
-from jaxsched.weights import load_model, open_checkpoint
+from jaxsched.weights import adapter_targets, load_params, nbytes, open_checkpoint, structure
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -42,7 +42,7 @@ def load_engine(
     settings: Mapping[str, Any],
     owner: str = "LLM",
 ) -> LoadedEngine:
-    """Reads a checkpoint, compiles the programs for it and makes the KV pool.
+    """Reads a checkpoint and meanwhile compiles the programs for it, and makes the KV pool.
 
     ``model`` is a folder with safetensors, a .gguf file or a Hugging Face id; None takes the embedded SmolLM2.
     ``settings`` are fields of ``EngineConfig``; TypeError names ``owner`` and a setting it does not know, ValueError
@@ -68,21 +68,40 @@ def load_engine(
                 "gpu_memory_utilization does nothing on a CPU; num_pages sets the pool", stacklevel=3
             )
     config.resolve(model_config, platform, 1 << 62)  # refuse impossible settings before reading weights
-    graph, params = load_model(checkpoint, jax.numpy.dtype(dtype), device, quantization=config.quantization)
+    room = None
+    if config.enable_lora:
+        room = adapter_targets(checkpoint, config.max_loras, config.max_lora_rank, dtype)
+    how: dict[str, Any] = {
+        "dtype": jax.numpy.dtype(dtype),
+        "device": device,
+        "quantization": config.quantization,
+        "adapters": None if room is None else room.shapes,
+    }
+    graph, shapes = structure(checkpoint, **how)
     tokenizer = load_tokenizer(checkpoint.path)
-    resolved = config.resolve(model_config, platform, free_bytes(device, config.gpu_memory_utilization))
-    engine = Engine(
-        graph,
-        params,
-        model_config,
-        resolved,
-        tokenizer=tokenizer,
-        eos_token_ids=checkpoint.eos_token_ids,
-        bos_token_id=checkpoint.bos_token_id,
-        max_stop_ids=max(config.max_stop_ids, len(checkpoint.eos_token_ids)),
-        **config.engine_options(resolved, platform),
-        progress=CompileBar() if use_tqdm_on_load else None,
-    )
+    free = free_bytes(device, config.gpu_memory_utilization)
+    resolved = config.resolve(model_config, platform, None if free is None else free - nbytes(shapes))
+    bar = CompileBar() if use_tqdm_on_load else None
+    with Background(lambda stop: load_params(checkpoint, stop=stop, **how), bar) as loading:
+        engine = Engine(
+            graph,
+            shapes,  # all that compiling needs
+            model_config,
+            resolved,
+            tokenizer=tokenizer,
+            eos_token_ids=checkpoint.eos_token_ids,
+            bos_token_id=checkpoint.bos_token_id,
+            max_stop_ids=max(config.max_stop_ids, len(checkpoint.eos_token_ids)),
+            adapters=room,
+            **config.engine_options(resolved, platform),
+            progress=loading.progress,
+        )
+        try:
+            engine.executor.params = loading.result()
+        except BaseException:
+            engine.executor.params = ()
+            release(engine)
+            raise
     if platform == "gpu":
         engine.metrics.sources.append(NvmlDevice.first_visible(engine.metrics.labels))
     return LoadedEngine(engine, config, model_config, tokenizer)

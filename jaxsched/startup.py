@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tqdm.auto import tqdm
 
 from jaxsched.config import cache_dir
+from jaxsched.weights import Stop
 
 
 def embedded_model() -> Path | None:
@@ -56,4 +60,50 @@ class CompileBar:
             )
         self._bar.update(done - self._bar.n)
         if done == total:
+            self.close()
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Background:
+    """Work in a thread of its own, beside something that reports its progress now and then.
+
+    ``work(stop)`` begins at once. Leaving the ``with`` block, also by an error or an interrupt, asks it to stop and
+    waits for its end: nothing of it goes on behind.
+    """
+
+    def __init__(self, work: Callable[[Stop], Any], bar: CompileBar | None = None):
+        self._stop, self._bar = Stop(), bar
+        self._done: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="jaxsched-load", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[Stop], Any]) -> None:
+        try:
+            self._done.set_result(work(self._stop))
+        except BaseException as error:
+            self._done.set_exception(error)
+
+    def progress(self, done: int, total: int) -> None:
+        """What the thing beside reports. Raises the work's error as soon as it has one."""
+        if self._bar is not None:
+            self._bar(done, total)
+        if self._done.done():
+            self._done.result()
+
+    def result(self) -> Any:
+        """Waits for the work. Raises its error."""
+        return self._done.result()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._done = Future()  # what was made belongs to the caller of result() alone
+        if self._bar is not None:
             self._bar.close()

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from jaxsched.arguments import Prompt, as_list
+from jaxsched.arguments import Adapters, Prompt, as_list
 from jaxsched.engine import Engine
 from jaxsched.loading import tokenize
+from jaxsched.lora import LoRARequest
 from jaxsched.request import (
     BeamSearchParams,
     CompletionOutput,
@@ -74,6 +75,7 @@ class Tasks:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """See ``LLM.generate``."""
         raise NotImplementedError
@@ -84,6 +86,7 @@ class Tasks:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """``generate`` for one conversation or a list of them, rendered with the checkpoint's chat template.
@@ -91,7 +94,7 @@ class Tasks:
         ``template_options`` are the keyword arguments of ``chat_prompts``.
         """
         prompts = self.chat_prompts(messages, **template_options)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompts(
         self,
@@ -138,6 +141,7 @@ class Tasks:
         continuations: Prompt | Sequence[Prompt] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoreOutput]:
         """How likely continuations are after prompts: what evaluation harnesses call loglikelihood.
 
@@ -170,7 +174,9 @@ class Tasks:
                 results[index].error = error
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
         items: list[Any] = [{"prompt_token_ids": ids, "cache_salt": salts[i]} for i, (_, ids) in good.items()]
-        options = [{"prompt_start": max(start - 1, 0)} for start, _ in good.values()]
+        options: list[dict[str, Any]] = [
+            {"prompt_start": max(start - 1, 0), "lora_request": lora_request} for start, _ in good.values()
+        ]
         for index, output in zip(good, self._outputs(items, params, options, use_tqdm), strict=True):
             results[index] = _score(*good[index], output)
         _raise_if_all_refused(results)
@@ -222,6 +228,7 @@ class Tasks:
         pooling: str = "last",
         normalize: bool = True,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingOutput]:
         """Prompts as vectors: the model's final hidden states, of the last token or their mean over all tokens.
 
@@ -232,7 +239,9 @@ class Tasks:
             raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(POOLINGS)}")
         items = as_list(prompts)
         params = SamplingParams(temperature=0, max_tokens=0, detokenize=False)
-        outputs = self._outputs(items, params, [{"pooling": pooling}] * len(items), use_tqdm)
+        outputs = self._outputs(
+            items, params, [{"pooling": pooling, "lora_request": lora_request}] * len(items), use_tqdm
+        )
         _raise_if_all_refused(outputs)
         results = []
         for output in outputs:
@@ -246,7 +255,12 @@ class Tasks:
     # -- beam search ---------------------------------------------------------------------------------------------
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
         """The most likely continuations: ``outputs`` are the ``beam_width`` best that were found, best first.
 
@@ -278,7 +292,7 @@ class Tasks:
                 {"prompt_token_ids": [*starts[i][1], *beam.tokens], "cache_salt": starts[i][2]}
                 for i, beam in asked
             ]
-            outputs = self._outputs(items, one, [{} for _ in items], False)
+            outputs = self._outputs(items, one, [{"lora_request": lora_request}] * len(items), False)
             for output in outputs:
                 if output.error is not None:
                     raise output.error

@@ -176,11 +176,6 @@ class ModelConfig:
         return self.hidden_size * (inner + width) + (inner + self.hidden_size) * self.mlp_bias
 
     @property
-    def cache_window(self) -> int | None:
-        """Positions that a query sees at most, its own among them, in every layer; None: some layer sees all."""
-        return None
-
-    @property
     def kv_width(self) -> int:
         """Elements of K (and of V) per token and layer."""
         return self.num_kv_heads * self.head_dim

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxsched.pallas_kernels.grouped import grouped_matmul
+from jaxsched.pallas_kernels.products import Stored
 
 from .config import ModelConfig
 from .parts import Formats, Kernel, Linear, Mlp, activate, below, precision
@@ -66,6 +65,5 @@ class Experts(nnx.Module):
         return jnp.einsum("txe,tx->te", out, weights, precision=precision(x.dtype))
 
     def _product(self, x: Array, kernel: Kernel, group: Array) -> Array:
-        if kernel.fmt is None:
-            return grouped_matmul(x, kernel.kernel[...], group)
-        return grouped_matmul(x, kernel.arrays(), group, load=partial(kernel.matrix, dtype=x.dtype))
+        stored, scale, offset = kernel.arrays()
+        return grouped_matmul(x, stored if scale is None else Stored(stored, scale, offset), group)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from .config import ModelConfig
-from .quantized import KernelFormat, dequantize, matmul
+from .quantized import KernelFormat, matmul
 
 Formats = Mapping[str, KernelFormat]
 """How kernels are stored that are quantised: by path, such as "layers.0.attention.qkv", or by the end of one."""
@@ -47,13 +47,6 @@ class Kernel(nnx.Module):
         """What is stored, scales and offsets, where there are any."""
         scale, offset = (None if x is None else x[...] for x in (self.scale, self.offset))
         return self.kernel[...], scale, offset
-
-    def matrix(self, arrays: tuple[Array, Array | None, Array | None], dtype: jnp.dtype) -> Array:
-        """The values of ``arrays``, all of them or those of one matrix of the stack."""
-        kernel, scale, offset = arrays
-        if self.fmt is None or scale is None:
-            return kernel
-        return dequantize(kernel, scale, offset, self.fmt, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxsched.pallas_kernels.products import Stored, quantized_matmul
+
 STORAGE = {"int8": 8, "int4": 4, "float8_e4m3fn": 8}
 """Storage dtypes and their bits."""
 
 FP8 = "float8_e4m3fn"
 _FP8_MAX = 448.0
 _SPLIT = 254.0  # a rest of half a step, in steps of int8
+# Rows from which on, on CUDA, it is better to write the values out once (4.5 bytes a weight) and let XLA's product read
+# them: ours converts a weight again for each 128 rows. Reckoned for an H200, not measured.
+_MANY_ROWS = 512
 _MAX_INT32_ROWS = (2**31 - 1) // (128 * 128)  # products of int8 that an int32 can sum
 
 
@@ -84,12 +89,7 @@ def dequantize(
     Computed in float32 and rounded once, to ``dtype``. Raises ValueError where the shapes are not those of ``fmt``.
     """
     _check(kernel, scale, offset, fmt)
-    *outer, _, columns = kernel.shape
-    grouped = kernel.reshape(*outer, scale.shape[-2], -1, columns).astype(jnp.float32)
-    values = grouped * scale[..., None, :].astype(jnp.float32)
-    if offset is not None:
-        values = values + offset[..., None, :].astype(jnp.float32)
-    return values.reshape(kernel.shape).astype(dtype)
+    return Stored(kernel, scale, offset).values(dtype)
 
 
 def matmul(
@@ -115,10 +115,9 @@ def matmul(
         y = jax.lax.platform_dependent(x, kernel, cpu=_raw_on_cpu, default=_raw_product) * scale
         if offset is not None:
             y = y + jnp.sum(x.astype(jnp.float32), axis=-1, keepdims=True) * offset
-    elif 2 * x.shape[0] < fmt.group:
-        y = jax.lax.platform_dependent(x, kernel, scale, offset, cuda=_partial_sums, default=_dequantized)
     else:
-        y = _dequantized(x, kernel, scale, offset)
+        stored = Stored(kernel, scale, offset)
+        y = quantized_matmul(x, stored, dtype=out, most_rows=_MANY_ROWS, otherwise=_by_xla)
     return y.astype(out)
 
 
@@ -143,6 +142,14 @@ def _dot(a: Array, b: Array) -> Array:
 def _raw_product(x: Array, kernel: Array) -> Array:
     """``x @ stored`` in float32. On a GPU, XLA converts within the product (seen in programs compiled for sm_90)."""
     return _dot(x, kernel.astype(x.dtype))  # int8, int4 and e4m3 lose nothing in bfloat16 and float16
+
+
+def _by_xla(x: Array, stored: Stored) -> Array:
+    """With scales of groups: on a CPU, and on a GPU where there is no kernel for it."""
+    operands = x, stored.kernel, stored.scale, stored.offset
+    if 2 * x.shape[0] >= stored.kernel.shape[0] // stored.scale.shape[0]:
+        return _dequantized(*operands)
+    return jax.lax.platform_dependent(*operands, cuda=_partial_sums, default=_dequantized)
 
 
 def _dequantized(x: Array, kernel: Array, scale: Array, offset: Array | None) -> Array:

@@ -16,15 +16,18 @@ from .ops import (
     write_kv,
     write_kv_quantized,
 )
+from .products import Stored, quantized_matmul
 from .shapes import AttentionOptions, AttentionShape
 
 __all__ = [
     "IMPLEMENTATIONS",
     "AttentionOptions",
     "AttentionShape",
+    "Stored",
     "grouped_matmul",
     "paged_decode",
     "paged_prefill",
+    "quantized_matmul",
     "refusal",
     "rotate_and_write",
     "write_kv",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from . import tuning
+from .products import Stored
 
 IMPLEMENTATIONS = ("reference", "xla", "triton")
 LARGEST_TILE = 64
@@ -63,16 +63,15 @@ def make_tiles(group: Int[Array, "R"], groups: int, tile: int) -> Tiles:
 
 def grouped_matmul(
     x: Float[Array, "R I"],
-    kernel: Any,
+    kernel: Float[Array, "N I O"] | Stored,
     group: Int[Array, "R"],
     *,
-    load: Callable[[Any], Array] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "R O"]:
     """``x[r] @ kernel[group[r]]`` for rows sorted by group, summed in float32. A row's result is its own.
 
-    ``kernel`` is an array ``[N, I, O]``; or with ``load`` a tree of arrays whose first axis is N, and ``load`` makes
-    matrices ``[..., I, O]`` of a part of it: on a CPU of one group's at a time, on CUDA of all at once.
+    Of a quantised ``kernel`` the loop computes the values of one matrix at a time, and the kernel for CUDA reads what
+    is stored; where it cannot, the values of all matrices are written out first.
     Rows whose group is N or more come last and get zeros. ``implementation``: None chooses by platform; "triton" runs
     in Pallas's interpreter on a CPU. Raises ValueError for an unknown one and one that cannot do this.
     """
@@ -81,21 +80,18 @@ def grouped_matmul(
             f"grouped_matmul: implementation {implementation!r} is unknown; "
             f"known: {', '.join(IMPLEMENTATIONS)}, or None"
         )
-    loop = functools.partial(_loop, load or (lambda matrix: matrix))
-    if implementation == "xla":
-        return loop(x, kernel, group)
-    family = tuning.device_family()
-    if implementation is None and family is None:
-        return loop(x, kernel, group)
-    kernel = kernel if load is None else load(kernel)
-    loop = functools.partial(_loop, lambda matrix: matrix)
     if implementation == "reference":
-        return _reference(x, kernel, group)
+        return _reference(x, kernel.values(x.dtype) if isinstance(kernel, Stored) else kernel, group)
+    family = tuning.device_family()
+    if implementation == "xla" or (implementation is None and family is None):
+        return _loop(x, kernel, group)
     kernels = importlib.import_module(".triton.grouped", __package__)
+    if isinstance(kernel, Stored) and kernels.refusal(x, kernel, family):
+        kernel = kernel.values(x.dtype)
     reason = kernels.refusal(x, kernel, family)
     if implementation is None:
-        chosen = loop if reason else functools.partial(_on_tiles, kernels, False)
-        return lax.platform_dependent(x, kernel, group, cuda=chosen, default=loop)
+        chosen = _loop if reason else functools.partial(_on_tiles, kernels, False)
+        return lax.platform_dependent(x, kernel, group, cuda=chosen, default=_loop)
     if reason is not None:
         raise ValueError(f"grouped_matmul: implementation 'triton' cannot do this: {reason}; 'xla' can")
     interpreted = functools.partial(_on_tiles, kernels, True)
@@ -104,11 +100,12 @@ def grouped_matmul(
     )
 
 
-def _on_tiles(kernels: Any, interpret: bool, x: Array, kernel: Array, group: Array) -> Array:
-    size = max(kernels.SMALLEST_TILE, tile_size(x.shape[0], kernel.shape[0]))
-    tiles = make_tiles(group, kernel.shape[0], size)
+def _on_tiles(kernels: Any, interpret: bool, x: Array, kernel: Any, group: Array) -> Array:
+    groups = jax.tree.leaves(kernel)[0].shape[0]
+    size = max(kernels.SMALLEST_TILE, tile_size(x.shape[0], groups))
+    tiles = make_tiles(group, groups, size)
     out = kernels.grouped_matmul(x, kernel, tiles, size, interpret=interpret)
-    return jnp.where((group < kernel.shape[0])[:, None], out, 0)
+    return jnp.where((group < groups)[:, None], out, 0)
 
 
 def _precision(x: Array) -> lax.Precision | None:
@@ -121,12 +118,13 @@ def _reference(x: Array, kernel: Array, group: Array) -> Array:
     return jnp.sum(jnp.where(own[:, :, None], every, 0), axis=0).astype(x.dtype)
 
 
-def _loop(load: Callable[[Any], Array], x: Array, kernel: Any, group: Array) -> Array:
+def _loop(x: Array, kernel: Any, group: Array) -> Array:
     """A loop over the tiles: each reads one matrix. Its trip count is dynamic, which is free on a CPU."""
     (rows, width), groups = x.shape, jax.tree.leaves(kernel)[0].shape[0]
 
     def matrix(i: Array | int) -> Array:
-        return load(jax.tree.map(lambda a: a[i], kernel))
+        one = jax.tree.map(lambda a: a[i], kernel)
+        return one.values(x.dtype) if isinstance(one, Stored) else one
 
     wide = jax.eval_shape(lambda: matrix(0)).shape[1]
     tile = min(tile_size(rows, groups), rows)

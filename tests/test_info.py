@@ -83,7 +83,7 @@ def test_binary(count: int, text: str) -> None:
 
 def test_weights_that_do_not_fit_show_a_dash(tmp_path: Path) -> None:
     found = info.inspect_model(write_toy(tmp_path))
-    none = info.Fit("24 GB", "bfloat16", 0, 0, 0)
+    none = info.Fit("24 GB", "bfloat16", 0, 0, 0, 0)
     text = info.render(info.dataclasses.replace(found, fits=(none, *found.fits[1:])))
     assert "-: the weights do not fit" in text and "-: the weights" not in info.render(found)
 

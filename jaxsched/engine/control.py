@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSnapshot:
-    """A running engine as a value: device state as numpy arrays, scheduler and requests. Pickle it as you like."""
+    """A running engine as a value: device state and adapters as numpy arrays, scheduler and requests. Pickle it as you
+    like.
+    """
 
     state: EngineState
     host: bytes  # pickled scheduler, requests, counters
     model: ModelConfig
     resolved: Resolved
     clock: float = 0.0  # seconds of the engine's clock
+    adapters: dict[str, Any] = dataclasses.field(default_factory=dict)  # by path of the parameter
 
 
 def snapshot(engine: Engine) -> EngineSnapshot:
@@ -43,10 +46,11 @@ def snapshot(engine: Engine) -> EngineSnapshot:
         raise RuntimeError("the engine is asleep and has no KV pool to save; call wake_up() first")
     engine.finish_rounds()
     requests = engine.requests
-    host = pickle.dumps((engine.scheduler, requests.by_id, requests.pieces, engine.count, engine.seed))
+    held, adapters = engine.adapters.snapshot()
+    host = pickle.dumps((engine.scheduler, requests.by_id, requests.pieces, engine.count, engine.seed, held))
     # Controls follow from the requests: they are loaded anew.
     state = jax.device_get(dataclasses.replace(engine.executor.state, controls=None))
-    return EngineSnapshot(state, host, engine.model, engine.resolved, engine.clock())
+    return EngineSnapshot(state, host, engine.model, engine.resolved, engine.clock(), adapters)
 
 
 def restore(engine: Engine, saved: EngineSnapshot) -> None:
@@ -66,7 +70,7 @@ def restore(engine: Engine, saved: EngineSnapshot) -> None:
             f"the snapshot is of max_stop_ids {stop_ids}, this engine has {engine.max_stop_ids}; restore into an "
             "engine with equal settings"
         )
-    scheduler, by_id, pieces, count, seed = pickle.loads(saved.host)
+    scheduler, by_id, pieces, count, seed, held = pickle.loads(saved.host)
     for request in by_id.values():
         for reader in request.readers:
             if reader is not None:
@@ -79,6 +83,7 @@ def restore(engine: Engine, saved: EngineSnapshot) -> None:
     engine.pipeline.flights.clear()
     engine.requests.forget_news()
     engine.executor.state = jax.device_put(saved.state)
+    engine.adapters.restore(held, saved.adapters)
     engine.requests.by_id, engine.requests.pieces = by_id, pieces
     engine.scheduler, engine.count, engine.seed = scheduler, count, seed
     for sequence in scheduler.running:  # this device may have another place for its automaton, or none
@@ -87,7 +92,7 @@ def restore(engine: Engine, saved: EngineSnapshot) -> None:
     engine.executor.reload_controls(scheduler.running)
     engine._broken, engine.asleep = None, False
     engine.generation += 1
-    engine._set_gauges()
+    set_gauges(engine)
 
 
 def _shift_times(scheduler: Scheduler, requests: Iterable[Request], by: float) -> None:
@@ -152,6 +157,7 @@ def fork(
         client=parent.client,
         stream=stream,
         constraint=parent.guide.constraint if same and parent.guide is not None else None,
+        lora_request=engine.adapters.request_at(parent.row.adapter),
     )
     made = engine.requests.by_id.get(child)
     for sequence in [] if made is None else made.sequences:  # None: there was no room for a token
@@ -176,7 +182,7 @@ def sleep(engine: Engine) -> None:
     for array in jax.tree.leaves(state.caches):
         array.delete()
     engine.asleep = True
-    engine._set_gauges()
+    set_gauges(engine)
 
 
 def wake_up(engine: Engine) -> None:
@@ -185,6 +191,17 @@ def wake_up(engine: Engine) -> None:
         engine.executor.state = engine.empty_state()
         engine.executor.reload_controls(())
         engine.asleep = False
+
+
+def set_gauges(engine: Engine) -> None:
+    """Tells the metrics what runs, waits and is in flight."""
+    scheduler = engine.scheduler
+    engine.metrics.set_gauges(
+        running=len(scheduler.running),
+        waiting=scheduler.num_waiting,
+        kv_usage=scheduler.memory.pool.used / engine.resolved.limits.num_pages,
+        in_flight=len(engine.pipeline.flights),
+    )
 
 
 def log_round(engine: Engine, log: RoundLog, record: RoundRecord) -> None:

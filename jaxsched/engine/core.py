@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 from jaxsched.config import Resolved
+from jaxsched.lora import LoRARequest
 from jaxsched.metrics import EngineMetrics, RoundLog, RoundRecord
 from jaxsched.models import ModelConfig
 from jaxsched.request import RequestOutput, SamplingParams
@@ -21,8 +22,10 @@ from jaxsched.schedule.policies import Policy
 from jaxsched.schedule.rounds import RoundController
 from jaxsched.step import EngineState, init_state
 from jaxsched.text import Tokenizer
+from jaxsched.weights import AdapterTargets
 
 from . import control
+from .adapters import Adapters
 from .constraints import Constraints
 from .control import EngineSnapshot
 from .entry import Order, make_sequences
@@ -63,6 +66,7 @@ class Engine:
         seed: int = 0,
         policy: str | Policy = "stall-free",
         controller: RoundController | None = None,
+        adapters: AdapterTargets | None = None,
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[int, int], None] | None = None,
     ):
@@ -79,6 +83,7 @@ class Engine:
         slots, vocab = resolved.limits.num_slots, model.vocab_size
         places = Places(slots, vocab, self.eos_token_ids, lambda: self.scheduler.running)
         self.executor = new_executor(graph, params, self.empty_state(), resolved, places, clock, progress)
+        self.adapters = Adapters(self, adapters)
         self.scheduler = Scheduler(resolved.limits, policy, controller)
         self.requests = RequestTable(clock, self.metrics, tokenizer)
         self.constraints = Constraints(tokenizer, vocab, self.eos_token_ids)
@@ -99,6 +104,7 @@ class Engine:
             pages_per_seq=self.resolved.pages_per_seq,
             max_stop_ids=self.max_stop_ids,
             dtype=self.resolved.kv_dtype,
+            adapters=self.resolved.loras[0] > 0,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -118,6 +124,8 @@ class Engine:
         pooling: str = "",
         prompt_start: int = 0,
         constraint: Any = None,
+        lora_request: LoRARequest | None = None,
+        adapter: Any = None,
     ) -> str:
         """Checks and queues a request; returns its id.
 
@@ -125,6 +133,7 @@ class Engine:
         policies that go by them. Prompts share cached pages only under equal ``cache_salt``. ``stream``: somebody reads
         the pieces as they come, so rounds are kept short. ``pooling``: "last" or "mean" hidden state of the prompt.
         ``prompt_start``: prompt log-probabilities are wanted from this row on. ``constraint``: if compiled already.
+        ``lora_request``: the adapter that it goes through; ``adapter``: if it has been read already.
         Raises ValueError that names what was asked, the limit and the remedy. Nothing is queued then.
         """
         params = SamplingParams() if params is None else params
@@ -134,7 +143,7 @@ class Engine:
                 f"request id {request_id!r} is already running; use another or wait until it has finished"
             )
         order = Order(priority, client, deadline, cache_salt, stream)
-        more = (pooling, prompt_start, constraint)
+        more = (pooling, prompt_start, constraint, lora_request, adapter)
         sequences, report = make_sequences(self, request_id, prompt_token_ids, params, order, *more)
         return self._queue(request_id, sequences, params, prompt, report)
 
@@ -202,7 +211,7 @@ class Engine:
             for sequence in going:
                 self.scheduler.abort(sequence)
             self._emit(going)
-            self._set_gauges()
+            control.set_gauges(self)
 
     @property
     def num_waiting(self) -> int:
@@ -286,7 +295,7 @@ class Engine:
         if plan.queries:
             self.metrics.prefix_cache(plan.queries, plan.hits)
         self.pipeline.flights.append(Flight(plan, deque(parts), record))
-        self._set_gauges()
+        control.set_gauges(self)
         return True
 
     def _collect(self, count: int) -> None:
@@ -331,16 +340,7 @@ class Engine:
         scheduler.controller.host_time((sum(host.values()) - host.get("wait", 0.0)) / 1e6)
         if self.round_log is not None:
             control.log_round(self, self.round_log, record)
-        self._set_gauges()
-
-    def _set_gauges(self) -> None:
-        scheduler = self.scheduler
-        self.metrics.set_gauges(
-            running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
-            kv_usage=scheduler.memory.pool.used / self.resolved.limits.num_pages,
-            in_flight=len(self.pipeline.flights),
-        )
+        control.set_gauges(self)
 
     def _hand_out(self, record: RoundRecord) -> None:
         """Makes pieces of the tokens that have been taken."""
@@ -357,7 +357,7 @@ class Engine:
                     self.scheduler.abort(other, Finish.ERROR)
                 self.requests.fail(sequence.request_id, error)
         if not self.scheduler.has_work:
-            self._set_gauges()
+            control.set_gauges(self)
 
     # -- the engine as a value -----------------------------------------------------------------------------------
 

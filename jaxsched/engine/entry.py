@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxsched.config import Resolved
+from jaxsched.lora import LoRARequest
 from jaxsched.request import SamplingParams
 from jaxsched.schedule import Sequence
 
@@ -133,6 +134,8 @@ def make_sequences(
     pooling: str = "",
     prompt_start: int = 0,
     constraint: Any = None,
+    lora_request: LoRARequest | None = None,
+    adapter: Any = None,
 ) -> tuple[list[Sequence], PromptReport | None]:
     """The sequences of a request, one for each of its n samples, and what is reported of its prompt.
 
@@ -156,6 +159,8 @@ def make_sequences(
     row = dataclasses.replace(row, **reported(params, report, engine), spec=control_spec(params, engine))
     if guides[0] is not None or row.spec != NO_CONTROLS:
         row = dataclasses.replace(row, controls=True)
+    row = dataclasses.replace(row, adapter=engine.adapters.place(lora_request, adapter))
+    salt = engine.adapters.salt(row.adapter, salt)
     sequences = [
         Sequence(
             id=request_id if params.n == 1 else f"{request_id}#{index}",

@@ -35,15 +35,11 @@ class Scheduler(Books):
         load, decoding = self._load(now)
         choice = self._choose(load)
         if self.limits.window is not None:
-            for (
-                sequence
-            ) in decoding:  # the rounds in flight, which may still read those pages, run before this one
+            for sequence in decoding:  # rounds in flight may read what goes back, but run before this one
                 self.memory.give_back(sequence, sequence.length + sequence.pending - 1)
         steps = self._reserve(plan, decoding, choice.steps, now)
         if steps == 0:
             return None
-        if self.limits.window is not None and not decoding and not self.in_flight:
-            self._unblock(plan, choice, steps, now)
         reads = choice.mixed > 0 and any(s.status is Status.PREFILL for s in self.running)
         if decoding or reads:  # otherwise nothing may come of this plan, and the moves would be lost
             self._compact(plan)
@@ -162,37 +158,15 @@ class Scheduler(Books):
             elif self.in_flight:
                 return 0
             else:
-                victim = self._preempt(plan, now)
+                victim = self.policy.victim(list(self.running))
+                if victim not in self.running:
+                    raise RuntimeError(f"policy {self.policy.name!r} preempts somebody who does not run")
+                self.evict(victim, now)
                 if victim in decoding:
                     decoding.remove(victim)
+                memory.overcommitted()
+                plan.preempted += 1
                 steps = wanted
-
-    def _preempt(self, plan: RoundPlan, now: float) -> Sequence:
-        """Takes slot and pages from whom the policy names."""
-        victim = self.policy.victim(list(self.running))
-        if victim not in self.running:
-            raise RuntimeError(f"policy {self.policy.name!r} preempts somebody who does not run")
-        self.evict(victim, now)
-        self.memory.overcommitted()
-        plan.preempted += 1
-        return victim
-
-    def _unblock(self, plan: RoundPlan, choice: Choice, steps: int, now: float) -> None:
-        """Preempts until the first unfinished prompt can be read on: nothing else would ever free pages for it."""
-        while True:
-            first = next((s for s in self.running if s.status is Status.PREFILL), None)
-            if first is None:
-                return
-            length = self._piece(first.prefill_target - first.prefilled, self._chunk_room(choice))
-            if self._readable(plan, first, length, steps if choice.decode else 1):
-                return
-            self._preempt(plan, now)
-
-    def _readable(self, plan: RoundPlan, sequence: Sequence, length: int, steps: int) -> int:
-        """How many of the next ``length`` prompt tokens there are pages for. What is behind their window goes back."""
-        self.memory.give_back(sequence, sequence.prefilled)
-        budget = self.limits.max_new_pages - len(plan.pages)
-        return self.memory.readable(sequence, length, steps, budget)
 
     def _plan_mixed(self, plan: RoundPlan, choice: Choice, steps: int, now: float) -> None:
         """Fills up to ``choice.mixed`` mixed steps with prompt tokens: unfinished prefills, then new requests."""
@@ -207,9 +181,8 @@ class Scheduler(Books):
                 if rest > room and not self.limits.split_prompts:
                     break
                 length = self._piece(rest, room)
-                if self.limits.window is not None:
-                    length = self._readable(plan, sequence, length, steps - step)
-                    plan.pages += self.memory.read_on(sequence, length, steps - step) if length else []
+                if length and self.limits.window is not None:
+                    length = self._with_pages(plan, sequence, length, steps - step)
                 if length == 0:
                     break
                 start, ends = sequence.prefilled, length == rest and sequence.samples
@@ -239,6 +212,19 @@ class Scheduler(Books):
         if rest <= room or not self.limits.whole_pages:
             return min(rest, room)
         return room - room % self.limits.page_size
+
+    def _with_pages(self, plan: RoundPlan, sequence: Sequence, length: int, steps: int) -> int:
+        """Gives a prompt back what its window has left and the pages of its next ``length`` tokens.
+
+        Returns how many there are pages for. Pages are short only while decodes hold them: what is alone fits, and no
+        second prompt is begun before the first is read.
+        """
+        memory = self.memory
+        memory.give_back(sequence, sequence.prefilled)
+        length = memory.readable(sequence, length, steps, self.limits.max_new_pages - len(plan.pages))
+        if length:
+            plan.pages += memory.read_on(sequence, length, steps)
+        return length
 
     def _enter(self, plan: RoundPlan, sequence: Sequence, first: int, steps: int) -> None:
         """The sequence samples in steps ``first .. steps-1``; the round is as long as somebody can use it."""

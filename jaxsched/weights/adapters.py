@@ -20,9 +20,10 @@ import numpy as np
 from ..models import family_of
 from ..models.parts import AdapterShape
 from ..models.weights import Rule
+from .build import floating
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .plan import floating, kernel_path
+from .plan import kernel_path
 from .safetensors_source import SafetensorsSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..models import ModelConfig, family_of
 from .errors import CheckpointError
 from .gguf_source import GGUFSource
+from .hub import download, download_description, download_gguf_header, hub_id
 from .prequantized import open_prequantized
 from .safetensors_source import open_safetensors
 from .source import TensorSource
-
-_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<file>[^:]+\.gguf))?")
-# What a download takes; folders inside a repository hold other formats of the same weights.
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-_UNWANTED = ["*/*", "consolidated*"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,10 +52,37 @@ def open_checkpoint(
     Raises FileNotFoundError for a path that does not exist, and CheckpointError for a download that fails
     and for a checkpoint that is damaged or not supported.
     """
-    path = _locate(model, revision)
+    return _open(_locate(model, revision), hf_overrides)
+
+
+@contextlib.contextmanager
+def open_description(
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> Iterator[Checkpoint]:
+    """``open_checkpoint`` that downloads no weights. What it gives is good for the ``with`` block.
+
+    Of weights on the hub that are not in the local cache, ``source`` knows the headers, and tensors cannot be read.
+    """
+    found = hub_id(model)
+    if found is None or Path(model).expanduser().exists():
+        yield open_checkpoint(model, revision=revision, hf_overrides=hf_overrides)
+        return
+    repo, file = found
+    if file is None:
+        path, tensors = download_description(repo, revision)
+        yield _open(path, hf_overrides, tensors)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield _open(download_gguf_header(repo, file, revision, Path(folder)), hf_overrides)
+
+
+def _open(path: Path, overrides: Mapping[str, Any] | None, source: TensorSource | None = None) -> Checkpoint:
+    changes = dict(overrides or {})
     try:
-        overrides = dict(hf_overrides or {})
-        return _open_gguf(path, overrides) if path.is_file() else _open_folder(path, overrides)
+        return _open_gguf(path, changes) if path.is_file() else _open_folder(path, changes, source)
     except CheckpointError:
         raise
     except ValueError as error:  # what the family's config reader refuses
@@ -70,9 +94,8 @@ def _locate(model: str | os.PathLike[str], revision: str | None) -> Path:
         raise FileNotFoundError("model is an empty name; give a folder, a .gguf file or a Hugging Face id")
     path = Path(model).expanduser()
     if not path.exists():
-        match = _HUB_ID.fullmatch(model) if isinstance(model, str) else None
-        if match and (match["file"] or not match[0].endswith(".gguf")) and match[0][0] != ".":
-            return _download(match["repo"], match["file"], revision)
+        if (named := hub_id(model)) is not None:
+            return download(*named, revision)
         raise FileNotFoundError(
             f"model {os.fspath(model)!r}: no such file or folder (looked for {path.absolute()}); "
             "give a folder with config.json and safetensors files, a .gguf file, "
@@ -98,51 +121,13 @@ def _locate(model: str | os.PathLike[str], revision: str | None) -> Path:
     return path
 
 
-def _download(repo: str, file: str | None, revision: str | None) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        if file is not None:
-            return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
-        folder = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
-        )
-    except errors.GatedRepoError as error:
-        remedy = f"accept its terms at https://huggingface.co/{repo} and log in with `hf auth login`"
-        raise CheckpointError(f"Hugging Face model {repo!r} is gated; {remedy}") from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
-        if isinstance(error, errors.LocalEntryNotFoundError):
-            raise _unreachable(repo, error) from error
-        what = "".join((repo, f":{file}" if file else "", f" at revision {revision}" if revision else ""))
-        raise CheckpointError(
-            f"Hugging Face model {what!r} was not found (and {what!r} is no local path); check the name, "
-            "or log in with `hf auth login` if it is private"
-        ) from error
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
-        raise _unreachable(repo, error) from error
-    if not (Path(folder) / "config.json").is_file():
-        raise CheckpointError(
-            f"Hugging Face model {repo!r} has no config.json; for a repository of GGUF files "
-            f'name one: "{repo}:<file>.gguf"'
-        )
-    return Path(folder)
-
-
-def _unreachable(repo: str, error: Exception) -> CheckpointError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return CheckpointError(
-        f"Hugging Face model {repo!r} could not be downloaded and is not in the local cache ({reason}); "
-        "check the connection, or pass the path of a folder that holds the checkpoint"
-    )
-
-
-def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
+def _open_folder(path: Path, overrides: dict[str, Any], source: TensorSource | None) -> Checkpoint:
     config = _read_json(path / "config.json") | overrides
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     model_config = _read_model_config(path, config)
-    source = open_prequantized(open_safetensors(path), config)
+    if source is None:
+        source = open_prequantized(open_safetensors(path), config)
     return _checkpoint(path, config, generation_config, model_config, source)
 
 

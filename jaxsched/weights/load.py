@@ -17,6 +17,7 @@ from ..models.quantized import multiplies_fp8
 from ..models.weights import Names, Rule, weight_table
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
+from .hub import RemoteTensors
 from .parallel import Job, Stop, in_parallel
 from .plan import make, plan
 
@@ -66,9 +67,9 @@ def load_params(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype {dtype} is not a floating-point type; use float32, bfloat16 or float16")
     family, source = family_of(checkpoint.config), checkpoint.source
-    table = _weight_table(checkpoint, family)
-    _account_for_every_tensor(checkpoint, family, table)
     _, abstract = structure(checkpoint, dtype, device, quantization=quantization, adapters=adapters)
+    table = _weight_table(checkpoint, family)
+    _check_tied_head(checkpoint, family, table)
     formats = plan(source, table, quantization, fp8=_multiplies_fp8(device))
     wide = 4 + (2 if formats else 1) * dtype.itemsize  # bytes a number while it is read and put in its place
 
@@ -108,8 +109,10 @@ def structure(
     quantization: str | None = None,
     adapters: Mapping[str, AdapterShape] | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """What ``load_model`` gives, with shapes in place of arrays: no tensor is read."""
-    table = _weight_table(checkpoint, family_of(checkpoint.config))
+    """What ``load_model`` gives, with shapes in place of arrays. No tensor is read, but headers are checked already."""
+    family = family_of(checkpoint.config)
+    table = _weight_table(checkpoint, family)
+    _account_for_every_tensor(checkpoint, family, table)
     formats = plan(checkpoint.source, table, quantization, fp8=_multiplies_fp8(device))
     config = checkpoint.model_config
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype), formats, adapters)))
@@ -153,6 +156,22 @@ def _multiplies_fp8(device: jax.Device | jax.sharding.Sharding | None) -> bool:
     )
 
 
+def planned_bytes(checkpoint: Checkpoint, dtype: str, quantization: str | None = None) -> int:
+    """Bytes that the parameters will take on a device, from the configuration and headers alone."""
+    source = checkpoint.source
+    if isinstance(source, RemoteTensors) and checkpoint.config.get("quantization_config"):
+        return source.nbytes  # which kernels stay as they are is known when they are here; this is close
+    table = _weight_table(checkpoint, family_of(checkpoint.config))
+    formats, total = plan(source, table, quantization), 0
+    for path, rule in table.items():
+        fmt = formats.get(path.removesuffix(".kernel"))
+        if fmt is not None and path.endswith(".kernel"):
+            total += math.prod(rule.shape[:-2]) * fmt.nbytes(*rule.shape[-2:])
+        else:
+            total += math.prod(rule.shape) * jnp.dtype(dtype).itemsize
+    return total
+
+
 def nbytes(params: nnx.State) -> int:
     """Bytes of parameters, arrays or shapes, on the device; numbers of 4 bits take half a byte."""
     leaves = jax.tree.leaves(params)
@@ -181,8 +200,7 @@ def _account_for_every_tensor(checkpoint: Checkpoint, family: Family, table: dic
     known = (n for n in found if n not in wanted and not n.endswith(names.derived))
     unexpected = [name for name in known if not name.startswith(names.outside)]
     if tied and head in unexpected:
-        _check_tied_head(checkpoint, head, embed)
-        unexpected.remove(head)
+        unexpected.remove(head)  # _check_tied_head compares it
     problems = [f"{name}: missing, expected {shape}" for name, shape in wanted.items() if name not in found]
     problems += [
         f"{name}: expected {shape}, found {found[name]}"
@@ -199,9 +217,13 @@ def _account_for_every_tensor(checkpoint: Checkpoint, family: Family, table: dic
         )  # fmt: skip
 
 
-def _check_tied_head(checkpoint: Checkpoint, head: str, embed: str) -> None:
+def _check_tied_head(checkpoint: Checkpoint, family: Family, table: dict[str, Rule]) -> None:
+    """A head that is stored although it is tied must equal the embedding table."""
     shapes, read = checkpoint.source.shapes(), checkpoint.source.read
-    if shapes[head] == shapes.get(embed) and np.array_equal(read(head), read(embed)):
+    head, embed = f"{family.names.head}.weight", table["embed.embedding"].sources[0]
+    if not checkpoint.model_config.tie_word_embeddings or head not in shapes:
+        return
+    if shapes[head] == shapes[embed] and np.array_equal(read(head), read(embed)):
         return
     raise CheckpointError(
         f"{checkpoint.path}: tie_word_embeddings is true, but {head!r} differs from {embed!r}; "

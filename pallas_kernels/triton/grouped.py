@@ -17,7 +17,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from ..grouped import Tiles
+from ..products import Stored
 from ..tuning import CARDS
+from . import products
 from .common import FLOATS, power_of_two
 
 SMALLEST_TILE = 16  # rows of a matrix product in Triton
@@ -25,7 +27,9 @@ COLUMNS, DEPTH = 128, 64  # of a program's block of the matrix; untuned
 
 
 def refusal(x: Any, kernel: Any, family: str | None) -> str | None:
-    """Why this kernel cannot do ``x [R,I]`` times ``kernel [N,I,O]``, or None."""
+    """Why this kernel cannot do ``x [R,I]`` times ``kernel [N,I,O]``, an array or stored quantised, or None."""
+    if isinstance(kernel, Stored):
+        return products.refusal(x, kernel, family)
     if jnp.dtype(x.dtype).name not in FLOATS or x.dtype != kernel.dtype:
         return f"rows are {x.dtype} and matrices {kernel.dtype}; known: both alike, {', '.join(FLOATS)}"
     if kernel.size >= 2**31:
@@ -61,10 +65,43 @@ def _kernel(static: tuple[int, ...], *refs: Any) -> None:
         plt.store(out_ref.at[row, column], total.astype(out_ref.dtype), mask=mine & inside)
 
 
+def _quantized_kernel(s: products.Block, tile: int, columns: int, *refs: Any) -> None:
+    x_ref, *stored_refs, group_ref, row_ref, rows_ref, out_ref = refs
+    t, first = pl.program_id(0), pl.program_id(1) * columns
+    rows = plt.load(rows_ref.at[t])
+
+    @pl.when(rows > 0)
+    def _() -> None:
+        group, lane = plt.load(group_ref.at[t]), jnp.arange(tile)
+        row, column = plt.load(row_ref.at[t]) + lane, first + jnp.arange(columns)
+        sums = products.block_product(s, (x_ref, *stored_refs), (group,), row, lane < rows, column)
+        products.store_block(s, out_ref, (), row, lane < rows, s.halves * first, sums)
+
+
+def _on_quantized(x: Array, stored: Stored, tiles: Tiles, tile: int, interpret: bool) -> Array:
+    s = products.block_of(stored)
+    columns = min(64, max(products.SMALLEST, power_of_two(s.row_bytes)))
+    return pl.pallas_call(
+        functools.partial(_quantized_kernel, s, tile, columns),
+        grid=(tiles.row.shape[0], -(-s.row_bytes // columns)),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], s.halves * s.row_bytes), x.dtype),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="grouped_matmul",
+    )(x, *products.in_bytes(stored), tiles.group, tiles.row, tiles.rows)
+
+
 def grouped_matmul(
-    x: Float[Array, "R I"], kernel: Float[Array, "N I O"], tiles: Tiles, tile: int, *, interpret: bool = False
+    x: Float[Array, "R I"],
+    kernel: Float[Array, "N I O"] | Stored,
+    tiles: Tiles,
+    tile: int,
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "R O"]:
     """The product of each tile's rows with its group's matrix. Rows of no tile are left as they happen to be."""
+    if isinstance(kernel, Stored):
+        return _on_quantized(x, kernel, tiles, tile, interpret)
     (rows, width), wide = x.shape, kernel.shape[2]
     columns, depth = min(COLUMNS, max(16, power_of_two(wide))), min(DEPTH, max(16, power_of_two(width)))
     if x.dtype == jnp.float32:

@@ -14,9 +14,7 @@ GIB = 1 << 30
 class KernelCase:
     """One call of one operation. Sizes are Llama 8B's unless said otherwise; contexts of up to 8,192 positions."""
 
-    operation: (
-        str  # "paged_decode", "paged_prefill", "rotate_and_write", "write_kv_quantized", "sample", "experts"
-    )
+    operation: str  # of ``kernel_call`` in worker.py: "paged_decode", "sample", "product" ...
     backend: str  # "triton", "mosaic"
     rows: int  # slots of a decode, rows of a chunk or a write
     heads: int = 32
@@ -29,6 +27,10 @@ class KernelCase:
     soft_cap: float | None = None
     num_pages: int = 4096
     capacity: int = 8192  # positions of one sequence
+    widths: tuple[int, int] = (4096, 6144)  # of a product
+    storage: str = ""  # of the kernels of products and experts, if it is not ``dtype``
+    group: int = 64  # input rows that share a scale
+    offset: bool = False
 
     @property
     def name(self) -> str:
@@ -37,10 +39,14 @@ class KernelCase:
         parts = [f"{self.operation} {self.rows} rows"]
         if self.operation == "experts":
             parts.append(f"{EXPERTS[0]} of {EXPERTS[1]} x {EXPERTS[2]} {kind.get(self.dtype, self.dtype)}")
+        elif self.operation == "product":
+            parts.append(f"{self.widths[0]} x {self.widths[1]} {kind.get(self.dtype, self.dtype)}")
         elif self.operation != "sample":
             parts.append(f"{self.heads}/{self.kv_heads} x {self.head_dim}, page {self.page_size}")
             types = dict.fromkeys(kind.get(d, d) for d in (self.dtype, self.kv_dtype))
             parts.append("/".join(types))
+        parts += [f"{self.storage}/{self.group}"] if self.storage else []
+        parts += ["with offsets"] if self.offset else []
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"cap {self.soft_cap:g}"] if self.soft_cap else []
         return " ".join(parts)
@@ -109,6 +115,19 @@ OTHERS = [
     KernelCase("experts", "triton", 320 * 8),
     KernelCase("experts", "triton", 64 * 8, dtype="float32"),
 ]
+PRODUCTS = [
+    KernelCase("product", "triton", rows, widths=widths, storage=storage)
+    for widths in ((4096, 6144), (14336, 4096))
+    for storage in ("int4", "int8")
+    for rows in (64, 320)
+] + [
+    KernelCase("product", "triton", 1, storage="int4"),
+    KernelCase("product", "triton", 32, storage="int4", group=32, offset=True),
+    KernelCase("product", "triton", 320, storage="int4", group=128, offset=True),
+    KernelCase("product", "triton", 64, storage="int8", group=16, dtype="float16"),
+    KernelCase("experts", "triton", 64 * 8, storage="int4"),
+    KernelCase("experts", "triton", 320 * 8, storage="int8", group=128, offset=True),
+]
 MOSAIC = [
     KernelCase("paged_decode", "mosaic", 64),
     KernelCase("paged_decode", "mosaic", 64, page_size=64, window=1024, soft_cap=50.0),
@@ -121,10 +140,10 @@ MOSAIC = [
 def kernel_jobs(fast: bool) -> list[tuple[Target, KernelCase]]:
     """Pairs to compile. Fast: the usual shapes on the H200 and one Ampere card."""
     if fast:
-        cases = [DECODES[0], PREFILLS[0], *OTHERS[::2]]
+        cases = [DECODES[0], PREFILLS[0], *OTHERS[::2], *PRODUCTS[:2]]
         h200 = [(TARGETS["h200"], case) for case in (*cases, MOSAIC[0], MOSAIC[3])]
         return h200 + [(TARGETS["a100"], case) for case in cases[:2]]
-    cases = DECODES + PREFILLS + OTHERS
+    cases = DECODES + PREFILLS + OTHERS + PRODUCTS
     return [(target, case) for target in TARGETS.values() for case in cases] + [
         (TARGETS["h200"], case) for case in MOSAIC
     ]

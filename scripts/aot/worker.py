@@ -53,6 +53,10 @@ def kernel_call(case: KernelCase) -> tuple[Any, tuple[Any, ...], tuple[int, ...]
     def shape(dims: tuple[int, ...], dtype: str) -> Any:
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
+    def stored(*dims: int) -> Any:
+        vectors = shape((*dims[:-2], dims[-2] // c.group, dims[-1]), "float32")
+        return pk.Stored(shape(dims, c.storage), vectors, vectors if c.offset else None)
+
     c = case
     pages = shape((c.num_pages, c.page_size, c.kv_heads, c.head_dim), c.kv_dtype)
     scales = shape((c.num_pages, c.kv_heads), "float32")
@@ -78,7 +82,11 @@ def kernel_call(case: KernelCase) -> tuple[Any, tuple[Any, ...], tuple[int, ...]
     if c.operation == "experts":
         count, width, wide = EXPERTS
         grouped = partial(pk.grouped_matmul, implementation=c.backend)
-        return grouped, (shape((c.rows, width), c.dtype), shape((count, width, wide), c.dtype), rows), ()
+        matrices = stored(count, width, wide) if c.storage else shape((count, width, wide), c.dtype)
+        return grouped, (shape((c.rows, width), c.dtype), matrices, rows), ()
+    if c.operation == "product":
+        product = partial(pk.quantized_matmul, implementation=c.backend)
+        return product, (shape((c.rows, c.widths[0]), c.dtype), stored(*c.widths)), ()
     slots = c.rows if c.operation == "paged_decode" else 64
     table = shape((slots, c.capacity // c.page_size), "int32")
     where = (rows,) if c.operation == "paged_decode" else (rows, ids)

@@ -22,6 +22,7 @@ from async_harness import (
 from harness import GREEDY, oracle, run_all
 from jaxsched import CompletionOutput, RequestOutput, SamplingParams
 from jaxsched.async_llm import AsyncLLM, QueueFullError
+from jaxsched.engine import control
 from jaxsched.request import OutputBuilder
 from toys import BOS
 
@@ -412,7 +413,7 @@ def test_sleeping_with_requests(engine, model):
 
     run(main())
     engine.wake_up()
-    engine._set_gauges()
+    control.set_gauges(engine)
 
 
 def test_samples_of_a_slow_consumer(engine):

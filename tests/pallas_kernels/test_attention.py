@@ -148,6 +148,47 @@ def test_prefill_matches_reference(backend, case):
         assert (np.asarray(got)[slot == 6] == 0).all()
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("backend", "operation"),
+    [
+        *((name, "decode") for name in ("reference", "xla", "triton")),
+        pytest.param("mosaic", "decode", marks=SLOW),
+        *((name, "prefill") for name in ("reference", "xla", "triton")),
+        pytest.param("mosaic", "prefill", marks=SLOW),
+    ],
+)
+def test_pages_behind_every_window_may_be_anothers(backend, operation):
+    """The table still names them, but they hold whatever somebody else has written there, NaN in the worst case."""
+    rng, window, size, lengths = np.random.default_rng(4), 40, 16, [90, 40, 0, 150]
+    k, v, table, _, _ = pool(rng, lengths, size, 2, 64, "bfloat16")
+    if operation == "decode":
+        first, rows = [n - 1 for n in lengths], (jnp.asarray(lengths, jnp.int32),)
+    else:  # the last 30, 1, none and 70 rows of each
+        runs = [30, 1, 0, 70]
+        first = [n - run for n, run in zip(lengths, runs, strict=True)]
+        slot = np.repeat(np.arange(4), runs)
+        position = np.concatenate([np.arange(f, n) for f, n in zip(first, lengths, strict=True)])
+        rows = (jnp.asarray(slot, jnp.int32), jnp.asarray(position, jnp.int32))
+    behind = [[int(p) for p in table[s, : max(0, f - window + 1) // size]] for s, f in enumerate(first)]
+    assert len(behind[0]) > 0 and len(behind[3]) > 1
+    gone = jnp.asarray([page for pages in behind for page in pages])
+    count = 4 if operation == "decode" else len(rows[0])
+    q = jnp.asarray(rng.standard_normal((count, 4, 64))).astype("bfloat16")
+    run = functools.partial(
+        paged_decode if operation == "decode" else paged_prefill,
+        scale=0.125,
+        window=window,
+        implementation=backend,
+    )
+    want = run(q, k, v, table, *rows)
+    got = run(q, k.at[gone].set(jnp.nan), v.at[gone].set(jnp.nan), table, *rows)
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+    assert np.isfinite(got.astype(jnp.float32)).all()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_does_not_depend_on_its_neighbours(backend):
     """Bit for bit: a longer neighbour adds iterations, and they must change nothing."""

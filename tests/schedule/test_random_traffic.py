@@ -158,6 +158,7 @@ def check_plan(loop, plan, running_before):
         first = policy.first(loop.now)
         assert all(s.arrival > max(stay, default=-1) for s in running_before if s.status is Status.WAITING)
         assert first is None or all(s.arrival < first.arrival for _, s in plan.admits)
+    assert sum(s.status is Status.PREFILL for s in scheduler.running) <= 1, "two prompts are half read"
     parts = [p for step in plan.mixed for p in step.pieces]
     if limits.whole_pages:
         assert all(p.start % limits.page_size == 0 for p in parts), "a page is not written whole"

@@ -109,12 +109,13 @@ RELEASE = """
             return int(file.read().split()[1]) << 12
 
     def run():
-        llm = LLM(sys.argv[1], max_model_len=64, max_num_seqs=2, executor="dispatch", num_pages=8000,
+        llm = LLM(sys.argv[1], max_model_len=64, max_num_seqs=2, executor="dispatch", num_pages=12000,
                   use_tqdm_on_load=False, prefill_chunk_size=16)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
         return resident()
 
-    run()  # what is compiled and kept for the next
+    for _ in range(2):  # what is compiled and kept for the next, and what compiling leaves behind
+        run()
     gc.collect()
     before = resident()
     most = run()  # the llm goes with the call
@@ -124,12 +125,12 @@ RELEASE = """
 
 
 def test_an_llm_gives_back_its_memory(tmp_path: Path) -> None:
-    """Weights and a KV pool of 130 MB; ``del`` alone, without ``close``."""
+    """Weights and a KV pool of 200 MB; ``del`` alone, without ``close``."""
     path = write_toy(tmp_path, num_kv_heads=4)
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RELEASE), path], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert found["grew"] > 100e6
+    assert found["grew"] > 100e6, found
     assert found["left"] < 0.15 * found["grew"], found
