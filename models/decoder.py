@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
             x = x + self.positions.embedding[...][positions]
         if trace is not None:
             trace.append(x)
-        turns = {rope: self._turns(rope, positions) for rope in {c.rope for c in self.config.layers}}
+        turns = {rope: self.turns(rope, positions) for rope in {c.rope for c in self.config.layers}}
         out = []
         for layer, cache, config in zip(self.layers, caches, self.config.layers, strict=True):
             graph, params = nnx.split(layer)
@@ -199,7 +199,7 @@ class Decoder(nnx.Module):
                 trace.append(x)
         return x, out
 
-    def _turns(self, rope: int | None, positions: Int[Array, "T"]) -> tuple[Array, Array]:
+    def turns(self, rope: int | None, positions: Int[Array, "T"]) -> tuple[Array, Array]:
         """cos and sin ``[T,1,D/2]`` of a rotary embedding; of None a turn by nothing."""
         dim = self.config.head_dim
         if rope is None:

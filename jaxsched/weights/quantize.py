@@ -20,14 +20,14 @@ from ..models.quantized import FP8, STORAGE, KernelFormat
 Kernel = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """Stored numbers ``[I, O]``, scale and offset ``[G, O]`` float32, as ``jaxsched.models.quantized`` wants them."""
 
-INT8 = KernelFormat("int8")
-INT4 = KernelFormat("int4", group=64)
+INT8 = KernelFormat("int8", group=64)
+INT4 = KernelFormat("int4", group=64, offset=True)
 FLOAT8 = KernelFormat(FP8, activations=FP8)
 
 _CLIPS = tuple(np.float32(clip) for clip in (1.0, 0.9, 0.8))
 _CHUNK = 1 << 16  # numbers worked on at once: a few arrays of them stay in a core's cache
 _SMALLEST_GROUP = 8  # rows; scales of smaller groups take as much room as 16-bit weights
-_DTYPES = {"int8": np.int8, "int4": ml_dtypes.int4, FP8: ml_dtypes.float8_e4m3fn}
+DTYPES = {"int8": np.int8, "int4": ml_dtypes.int4, FP8: ml_dtypes.float8_e4m3fn}
 _FP8_MAX = 448.0
 
 
@@ -39,7 +39,7 @@ def quantize(kernel: np.ndarray, fmt: KernelFormat) -> Kernel:
     rows, columns = kernel.shape
     groups = fmt.groups(rows)
     blocks = kernel.reshape(groups, -1, columns)
-    stored = np.empty(blocks.shape, _DTYPES[fmt.storage])
+    stored = np.empty(blocks.shape, DTYPES[fmt.storage])
     scale = np.empty((groups, columns), np.float32)
     offset = np.empty((groups, columns), np.float32) if fmt.offset else None
     fitted = fmt.offset or fmt.storage == "int4"
@@ -157,7 +157,7 @@ def join(kernels: Sequence[Kernel], formats: Sequence[KernelFormat]) -> tuple[Ke
     fmt = common_format(formats, width_in)
     groups = fmt.groups(width_in)
     stored = np.concatenate(
-        [stored.astype(_DTYPES[fmt.storage], copy=False) for stored, _, _ in kernels], axis=1
+        [stored.astype(DTYPES[fmt.storage], copy=False) for stored, _, _ in kernels], axis=1
     )
     scale = np.concatenate([_repeated(scale, groups) for _, scale, _ in kernels], axis=1)
     offset = None

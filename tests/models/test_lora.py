@@ -12,6 +12,7 @@ from flax import nnx
 from families import FAMILIES
 from harness import dense_attend, dense_forward, load, random_prompt
 from jaxsched.engine.adapters import Adapters
+from jaxsched.step import init_state
 from jaxsched.weights import adapter_targets, load_model, read_adapter
 from lora import ALL, CONV, FUSED, NEOX, PATTERNS, PEFT_CASES, merged, write_lora
 from toys import TOYS
@@ -44,10 +45,10 @@ class Stub:
         self.params, self.by_id = params, {}
 
 
-def load_with(model, loras):
+def load_with(model, loras, **options):
     """The model with room for two adapters of rank 4, and these in it."""
     targets = adapter_targets(model.checkpoint, 2, 4, "float32")
-    graph, params = load_model(model.checkpoint, jnp.dtype("float32"), adapters=targets.shapes)
+    graph, params = load_model(model.checkpoint, jnp.dtype("float32"), adapters=targets.shapes, **options)
     pool = Adapters(Stub(params), targets)
     for place, lora in enumerate(loras, 1):
         params = pool._written(params, read_adapter(lora, targets), place)
@@ -116,6 +117,33 @@ def test_what_peft_computes(name, toy, family_toy, tmp_path):
     ids = jnp.array(goldens[f"{name}/ids"])
     np.testing.assert_allclose(forward(graph, params, ids, 1), goldens[f"{name}/logits"], atol=1e-4, rtol=0)
     assert np.abs(forward(graph, params, ids, 0) - goldens[f"{name}/logits"]).max() > 0.5
+
+
+def test_beside_a_quantised_kernel(toy, tmp_path):
+    """What an adapter adds is exact, whatever the kernel is."""
+    model = toy("base")
+    lora = write_lora(tmp_path / "lora", model.path, seed=1)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, model.config.hidden_size)), jnp.float32)
+    kernels = []
+    for path in (model.path, merged(tmp_path / "merged", model.path, lora)):
+        kernels.append(nnx.merge(model.graph, load(path).params).layers[1].attention.qkv(x))
+    decoder = nnx.merge(*load_with(model, [lora], quantization="int8"))
+    qkv = decoder.layers[1].attention.qkv
+    assert qkv.fmt is not None
+    added = qkv(x, jnp.array([1, 1, 2, 0])) - qkv(x)
+    np.testing.assert_allclose(added[:2], (kernels[1] - kernels[0])[:2], atol=1e-4)
+    np.testing.assert_array_equal(added[2:], 0)
+
+
+def test_without_room_nothing_changes(toy):
+    """Neither a parameter nor a column in the slot table, so no argument of a program."""
+    model = toy("base")
+    assert not [p for p, _ in jax.tree_util.tree_leaves_with_path(model.params) if "lora" in str(p)]
+    leaves = jax.tree.leaves(init_state(model.config, num_slots=2, num_pages=4))
+    assert (
+        len(jax.tree.leaves(init_state(model.config, num_slots=2, num_pages=4, adapters=True)))
+        == len(leaves) + 1
+    )
 
 
 def test_a_row_does_not_see_the_adapters_of_others(toy):

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from families import FAMILIES, FAMILY_GOLDENS, write_family_toy
+from families import FAMILIES, FAMILY_GOLDENS, MAX_LEN, write_family_toy
+from harness import dense_forward, load
 from jaxsched.models import ModelConfig
 from jaxsched.weights import CheckpointError, load_params, open_checkpoint
 from jaxsched.weights.gguf_config import ARCHITECTURES
@@ -21,6 +22,7 @@ from toy_gguf import GGUF_ARCHITECTURES, tensors_of, write_family_gguf
 
 FLOAT32 = jnp.dtype("float32")
 GOLDENS = json.loads(FAMILY_GOLDENS.read_text())
+LOGITS = np.load(FAMILY_GOLDENS.with_suffix(".npz"))
 
 # Changes to a toy whose configuration a GGUF file cannot say, and why; then keys that the converter does not write.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -113,6 +115,15 @@ def test_same_as_safetensors(tmp_path: Path, name: str) -> None:
         wanted = dataclasses.replace(wanted, architecture="LlamaForCausalLM")
     same_config(found, wanted)
     same_parameters(file, folder, offset=found.norm_offset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CHANGES])
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    _, file = write_both(tmp_path, name)
+    model = load(file, max_model_len=MAX_LEN.get(name))
+    _, logits = dense_forward(model.graph, model.params, LOGITS[f"{name}/ids_0"])
+    np.testing.assert_allclose(logits, LOGITS[f"{name}/logits"], atol=1e-4, rtol=0)
 
 
 def test_every_architecture_has_a_toy() -> None:

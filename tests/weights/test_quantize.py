@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from jaxsched.models.quantized import FP8, KernelFormat
-from jaxsched.weights.quantize import FLOAT8, INT4, INT8, Kernel, common_format, join, quantize
+from jaxsched.weights.quantize import FLOAT8, Kernel, common_format, join, quantize
+
+INT8, INT4 = KernelFormat("int8"), KernelFormat("int4", 64)
 
 FORMATS = [
     INT8,
